@@ -1,0 +1,189 @@
+"""Build epcy: the host backend always; the CUDA backend where nvcc and NVSHMEM are found.
+
+Every epcy/**/*.pyx is one extension module. epcy/backends/NAME.pyx is linked with src/NAME/*.c; a .pyx that
+says `# distutils: libraries = epcy_cuda` is built only with the CUDA backend and links epcy/libepcy_cuda.so,
+which is made here out of src/cuda/*.cu. See tools/build_backend.py for the variables that steer the search.
+
+EPCY_CUDA_ARCH       default "90"; several: "80;90;100"
+MAX_JOBS             how many compilers at once; default: the cores this process may use
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+os.chdir(ROOT)
+sys.path.insert(0, str(ROOT / "tools"))
+
+from build_backend import cuda_sources, cuda_wanted, find_nvcc, find_nvshmem  # noqa: E402
+from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command.build_py import build_py  # noqa: E402
+
+# No -march: what ships must run on any machine of its architecture; SIMD paths are chosen at run time.
+# No fast-math and no contraction: both backends and the reference agree to the bit.
+CFLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
+HEADERS = sorted(glob("include/**/*.h", recursive=True))
+JOBS = int(os.environ.get("MAX_JOBS", 0)) or len(os.sched_getaffinity(0))
+
+
+def needs_cuda(pyx: str) -> bool:
+    return "distutils: libraries = epcy_cuda" in Path(pyx).read_text(encoding="utf-8")
+
+
+def extension(pyx: str) -> Extension:
+    path = Path(pyx)
+    kernels = f"src/{path.stem}" if path.parent.name == "backends" and not needs_cuda(pyx) else None
+    # libepcy_cuda.so lies in epcy/, whatever folder below it the module is in
+    up = "/..".join(["$ORIGIN", *[""] * (len(path.parts) - 2)])
+    return Extension(
+        ".".join(path.with_suffix("").parts),
+        [pyx, *(sorted(glob(f"{kernels}/*.c")) if kernels else [])],
+        include_dirs=["include", *([kernels] if kernels else [])],
+        define_macros=[("_GNU_SOURCE", "1")],
+        extra_compile_args=CFLAGS,
+        extra_link_args=["-pthread"],
+        runtime_library_dirs=[up] if needs_cuda(pyx) else [],
+        depends=[*HEADERS, "setup.py", *(sorted(glob(f"{kernels}/*.h")) if kernels else [])],
+    )
+
+
+class BuildExt(build_ext):
+    """build_ext that makes libepcy_cuda.so first, and cythonizes into the build folder in parallel."""
+
+    def run(self) -> None:
+        if self.editable_mode:
+            # pip hands over temporary folders; the fixed ones let `make` and pip share what is built
+            tag = f"{self.plat_name}-{sys.implementation.cache_tag}"
+            self.build_temp, self.build_lib = f"build/temp.{tag}", f"build/lib.{tag}"
+        self.parallel = self.parallel or JOBS
+        if WITH_CUDA:
+            self.make_cuda_library()
+        self.cythonize()
+        self.write_record()
+        super().run()
+
+    def cythonize(self) -> None:
+        from Cython.Build import cythonize
+        from Cython.Compiler.Version import version
+
+        # A folder a Cython version: C made by another one is never taken for current.
+        options = {"build_dir": f"build/cython-{version}", "compiler_directives": {"language_level": "3"}}
+        for ext, made in zip(
+            self.extensions, cythonize(self.extensions, nthreads=JOBS, quiet=True, force=self.force, **options)
+        ):
+            ext.sources, ext.libraries = made.sources, made.libraries
+
+    def beside(self, name: str) -> Path:
+        """Name a file of package epcy where this build puts it: in the tree, or in the build folder."""
+        return Path(self.get_ext_fullpath("epcy.any")).parent / name
+
+    def write_record(self) -> None:
+        """Keep what built these modules, for `python -m epcy`."""
+        from Cython.Compiler.Version import version
+
+        record = {"cython": version, "python": platform.python_version(), "cflags": CFLAGS, "cuda": CUDA_RECORD}
+        text = json.dumps(record, indent=1) + "\n"
+        path = self.beside("_build.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+    def make_cuda_library(self) -> None:
+        nvcc, nvshmem = find_nvcc(), find_nvshmem()
+        target = self.beside("libepcy_cuda.so")
+        archs = os.environ.get("EPCY_CUDA_ARCH", "90").split(";")
+        base = [nvcc, *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs), "-rdc=true", "-O3", "-std=c++17"]
+        base += ["--fmad=false", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
+        includes = ["-Iinclude", "-isystem", f"{nvshmem}/include"]
+        for cccl in (Path(nvcc).resolve().parent.parent / "include/cccl", *Path(nvcc).parent.parent.glob("include/cccl")):
+            if cccl.is_dir():  # CUDA 13 keeps there what NVSHMEM's headers include
+                includes += ["-isystem", str(cccl)]
+                break
+
+        # An object is good for one compiler, one NVSHMEM, one architecture list and one set of flags.
+        compiler = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        key = hashlib.sha256(repr((base, includes, compiler, nvshmem_version(nvshmem))).encode()).hexdigest()[:16]
+        temp = Path(self.build_temp, "cuda", key)
+        temp.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        newest = max(map(os.path.getmtime, [*HEADERS, *glob("src/**/*.cuh", recursive=True), "setup.py"]))
+
+        def compile_one(source: str) -> str:
+            obj = temp / (Path(source).stem + ".o")
+            if self.force or not obj.exists() or obj.stat().st_mtime < max(newest, os.path.getmtime(source)):
+                part = obj.with_suffix(".part.o")  # an interrupted compile leaves no object that looks whole
+                self.spawn([*base, *includes, "-c", source, "-o", str(part)])
+                part.replace(obj)
+            return str(obj)
+
+        with ThreadPoolExecutor(JOBS) as pool:
+            objects = list(pool.map(compile_one, cuda_sources()))
+        stamp = temp / "linked"
+        made = max(map(os.path.getmtime, objects))
+        if self.force or not target.exists() or not stamp.exists() or min(stamp.stat().st_mtime, target.stat().st_mtime) < made:
+            # nvcc does the device link itself; -cudart static is its default
+            self.spawn(
+                [*base, "-shared", *objects, f"-L{nvshmem}/lib", "-lnvshmem_device", "-l:libnvshmem_host.so.3"]
+                + ["-Xlinker=--exclude-libs,libnvshmem_device.a:libcudart_static.a:libcudadevrt.a"]
+                + ["-Xlinker=-rpath,$ORIGIN/../nvidia/nvshmem/lib", "-o", str(target)]
+            )
+            for other in temp.parent.glob("*/linked"):
+                other.unlink()  # the library now is of this key alone
+            stamp.touch()
+        for ext in self.extensions:
+            ext.library_dirs.append(str(target.parent))
+
+
+class BuildPy(build_py):
+    """build_py that puts include/epcy/*.h into the wheel as epcy/include/epcy/*.h (see epcy/_include.py)."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for source, target in self.header_pairs():
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                shutil.copyfile(source, target)
+
+    def header_pairs(self) -> list[tuple[str, str]]:
+        return [(h, os.path.join(self.build_lib, "epcy", h)) for h in HEADERS]
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        made = [] if self.editable_mode else [target for _, target in self.header_pairs()]
+        return super().get_outputs(include_bytecode) + made
+
+
+def nvshmem_version(home: Path) -> str:
+    for header in home.glob("include/**/nvshmem_version.h"):
+        numbers = dict(
+            line.split()[1:3] for line in header.read_text().splitlines() if line.startswith("#define NVSHMEM_VENDOR_") and len(line.split()) == 3
+        )
+        return ".".join(numbers.get(f"NVSHMEM_VENDOR_{n}_VERSION", "?") for n in ("MAJOR", "MINOR", "PATCH"))
+    return "unknown"
+
+
+WITH_CUDA = cuda_wanted()
+CUDA_RECORD = None
+if WITH_CUDA and find_nvshmem() is None:
+    if os.environ.get("EPCY_CUDA") == "1":
+        sys.exit("epcy: EPCY_CUDA=1, but NVSHMEM was not found: pip install '.[cuda]' or set NVSHMEM_HOME")
+    CUDA_RECORD = "not built: nvcc was found, NVSHMEM was not"
+    WITH_CUDA = False
+if WITH_CUDA:
+    CUDA_RECORD = {"nvcc": find_nvcc(), "nvshmem": nvshmem_version(find_nvshmem()), "arch": os.environ.get("EPCY_CUDA_ARCH", "90")}
+
+pyx = sorted(glob("epcy/**/*.pyx", recursive=True))
+setup(
+    ext_modules=[extension(p) for p in pyx if WITH_CUDA or not needs_cuda(p)],
+    cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
+)
