@@ -1,0 +1,124 @@
+"""Measure; see ``python -m epcy.bench --help``."""
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+import epcy
+from epcy.bench import arguments, cases, checking, environment, measure, table
+from epcy.bench.arguments import Arguments
+from epcy.bench.workload import BUFFER_DTYPES, Shape, draw_inputs
+
+BASELINE = "mpi4py Alltoallv"
+
+
+def measure_line(comm: MPI.Intracomm, given: Arguments, case: str, num_tokens: int, memcpy_gbps: float) -> table.Row:
+    """Time and check one case at one size. Collective, blocking."""
+    shape = Shape(num_tokens, given.hidden, given.topk, given.experts, given.dtype)
+    inputs = draw_inputs(shape, given.routing, given.seed, comm.rank)
+    expected = None
+    if given.check:
+        expected = checking.Expected(shape, given.routing, given.seed + 1, comm.rank, comm.size, given.layout)
+    moved = measure.count_bytes(case, shape, inputs.topk_idx, comm, given.layout)
+    wrong = baseline_wrong = None
+    beside: dict[str, Any] = {}
+    with make_buffer(comm, given, shape) as buf:
+        timed = cases.time_epcy(case, buf, shape, inputs, given.layout, given.cached)
+        times = measure.time_runs(comm, buf.barrier, timed, given.runs, given.warmup)
+        if expected is not None:
+            wrong = comm.allreduce(checking.check_epcy(buf, expected, case, given.cached))
+        if given.baseline:
+            exchange = cases.make_baseline(comm, shape)
+            timed = cases.time_baseline(case, exchange, shape, inputs, given.cached)
+            baseline_times = measure.time_runs(comm, buf.barrier, timed, given.runs, given.warmup)
+            beside = table.baseline_figures(BASELINE, baseline_times, times.us_p50)
+            if expected is not None:
+                baseline_wrong = comm.allreduce(checking.check_baseline(exchange, expected, case))
+        backend, num_sms = buf.backend, buf.num_sms
+    return table.Row(
+        case=case, mode=given.mode, backend=backend, ranks=comm.size, tokens=num_tokens, hidden=given.hidden,
+        topk=given.topk, experts=given.experts, dtype=given.dtype, layout=given.layout,
+        routing=os.path.basename(given.routing), cached=given.cached, graph=given.graph, num_sms=num_sms,
+        runs=given.runs, wrong=wrong, baseline_wrong=baseline_wrong, **beside,
+        **table.figures(times, moved, memcpy_gbps))
+
+
+def make_buffer(comm: MPI.Intracomm, given: Arguments, shape: Shape) -> epcy.Buffer:
+    """Make the Buffer of one line, with room for whatever the routing sends. Collective, blocking."""
+    num_max_recv_tokens = None
+    if given.layout == "expert":
+        lanes = min(shape.num_topk, shape.num_experts // comm.size) if given.routing != "one-hot" else 1
+        num_max_recv_tokens = max(comm.size * shape.num_tokens * lanes, 1)
+    return epcy.Buffer(
+        comm, num_max_tokens_per_rank=shape.num_tokens, hidden=shape.hidden, num_experts=shape.num_experts,
+        num_topk=shape.num_topk, dtype=BUFFER_DTYPES[shape.dtype], backend=given.backend, num_sms=given.num_sms,
+        num_max_recv_tokens=num_max_recv_tokens, preinitialize=True)
+
+
+def refuse_what_is_missing(given: Arguments) -> None:
+    """Raise NotSupportedError for modes that no backend has yet."""
+    if given.mode == "ll":
+        raise epcy.NotSupportedError("--mode ll: low-latency calls are not there yet; leave --mode out (ht)")
+    if given.graph:
+        raise epcy.NotSupportedError("--graph: CUDA graphs need the nvshmem backend, which is not there yet; leave --graph out")
+
+
+def run(comm: MPI.Intracomm, given: Arguments, argv: Sequence[str]) -> int:
+    """Print the table, write the files; return 1 where a row was wrong. Collective, blocking."""
+    def say(text: str) -> None:
+        if comm.rank == 0:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    env = environment.describe(argv, comm.size)
+    memcpy_gbps = measure.measure_memcpy(comm)
+    say(f"# {env['command']}\n# {env['date']}, {env['processor']}, {env['cores']} cores, {env['mpi']}\n"
+        f"# {comm.size} ranks, H {given.hidden}, K {given.topk}, E {given.experts}, {given.dtype}, {given.routing} routing, "
+        f"{given.layout} layout{', cached' if given.cached else ''}; memcpy of all ranks at once {memcpy_gbps:.1f} GB/s a rank "
+        "(read + written)\n")
+    say(table.heading(given.baseline))
+    rows = []
+    for case in given.cases:
+        for num_tokens in given.sizes:
+            rows.append(measure_line(comm, given, case, num_tokens, memcpy_gbps))
+            say(table.line(rows[-1]))
+    if comm.rank == 0:
+        if given.json is not None:
+            with open(given.json, "w", encoding="utf-8") as file:
+                json.dump({"schema": 1, "env": env, "rows": [row.as_json() for row in rows]}, file, indent=1)
+                file.write("\n")
+        if given.plot is not None:
+            from epcy.bench import plot
+            plot.draw(rows, given.plot)
+    return int(any((row.wrong or 0) + (row.baseline_wrong or 0) for row in rows))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the command line on rank 0, measure on all ranks; return the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    comm = MPI.COMM_WORLD
+    given: Arguments | None = None
+    status = 0
+    if comm.rank == 0:
+        # Only here: one message instead of one a rank, and nobody leaves before it is written.
+        try:
+            given = arguments.parse(argv, comm.size)
+            refuse_what_is_missing(given)
+        except SystemExit as exit_:
+            given, status = None, int(exit_.code or 0)
+        except epcy.NotSupportedError as error:
+            sys.stderr.write(f"epcy.bench: NotSupportedError: {error}\n")
+            given, status = None, 2
+        sys.stdout.flush()
+        sys.stderr.flush()
+    given, status = comm.bcast((given, status))
+    return status if given is None else run(comm, given, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
