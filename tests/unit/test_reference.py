@@ -1,4 +1,4 @@
-"""The reference on cases small enough to work out by hand. R = 2, E = 4: rank 0 owns {0, 1}, rank 1 {2, 3}."""
+"""The reference on cases worked out by hand. R = 2, E = 4: rank 0 owns {0, 1}, rank 1 {2, 3}."""
 
 import ml_dtypes
 import numpy as np
@@ -150,7 +150,9 @@ def test_c2_lanes_of_minus_one(layout):
     assert column(c0[3:]) == [2 * 84]
     assert column(identity(received, routing)[0][0][3:]) == [0]
 
-    (r0, r1), routing = run([ids((2, -1)), ids()], [weights((0.5, NAN)), np.zeros((0, 2), np.float32)], layout=layout)
+    (r0, r1), routing = run(
+        [ids((2, -1)), ids()], [weights((0.5, NAN)), np.zeros((0, 2), np.float32)], layout=layout
+    )
     assert len(r0.recv_x) == 0
     assert column(r1.recv_x) == [1]
     assert r1.recv_topk_weights.ravel().tolist() == ([0.5, 0] if layout == "rank" else [0.5])
@@ -264,7 +266,9 @@ def test_c13_odd_sizes(num_tokens, num_topk, num_local):
 def test_an_fp8_pair_travels_as_it_is(layout, hidden):
     rng = np.random.default_rng(hidden)
     payload = [rng.integers(0, 256, (n, hidden), dtype=np.uint8) for n in (3, 2)]
-    scales = [rng.integers(0, 2**32, (n, -(-hidden // 128)), dtype=np.uint32).view(np.float32) for n in (3, 2)]
+    scales = [
+        rng.integers(0, 2**32, (n, -(-hidden // 128)), dtype=np.uint32).view(np.float32) for n in (3, 2)
+    ]
     xs = [(payload[0].view(ml_dtypes.float8_e4m3fn), scales[0]), (payload[1], np.asfortranarray(scales[1]))]
     idxs = [ids((2, 0), (-1, 3), (0, 1)), ids((3, 3), (3, 2))]
     (r0, r1), _ = reference.dispatch(xs, idxs, num_experts=4, layout=layout, expert_alignment=2)
