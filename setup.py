@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
@@ -25,7 +24,15 @@ ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT / "tools"))
 
-from build_backend import cuda_sources, cuda_wanted, find_nvcc, find_nvshmem  # noqa: E402
+from build_backend import (  # noqa: E402
+    cuda_include_dirs,
+    cuda_sources,
+    cuda_wanted,
+    find_nvcc,
+    find_nvshmem,
+    nvcc_version,
+    nvshmem_version,
+)
 from setuptools import Extension, setup  # noqa: E402
 from setuptools.command.build_ext import build_ext  # noqa: E402
 from setuptools.command.build_py import build_py  # noqa: E402
@@ -50,7 +57,6 @@ def extension(pyx: str) -> Extension:
         ".".join(path.with_suffix("").parts),
         [pyx, *(sorted(glob(f"{kernels}/*.c")) if kernels else [])],
         include_dirs=["include", *([kernels] if kernels else [])],
-        define_macros=[("_GNU_SOURCE", "1")],
         extra_compile_args=CFLAGS,
         extra_link_args=["-pthread"],
         runtime_library_dirs=[up] if needs_cuda(pyx) else [],
@@ -79,10 +85,9 @@ class BuildExt(build_ext):
 
         # A folder a Cython version: C made by another one is never taken for current.
         options = {"build_dir": f"build/cython-{version}", "compiler_directives": {"language_level": "3"}}
-        for ext, made in zip(
-            self.extensions, cythonize(self.extensions, nthreads=JOBS, quiet=True, force=self.force, **options)
-        ):
-            ext.sources, ext.libraries = made.sources, made.libraries
+        made = cythonize(self.extensions, nthreads=JOBS, quiet=True, force=self.force, **options)
+        for ext, its in zip(self.extensions, made, strict=True):
+            ext.sources, ext.libraries = its.sources, its.libraries
 
     def beside(self, name: str) -> Path:
         """Name a file of package epcy where this build puts it: in the tree, or in the build folder."""
@@ -92,7 +97,12 @@ class BuildExt(build_ext):
         """Keep what built these modules, for `python -m epcy`."""
         from Cython.Compiler.Version import version
 
-        record = {"cython": version, "python": platform.python_version(), "cflags": CFLAGS, "cuda": CUDA_RECORD}
+        record = {
+            "cython": version,
+            "python": platform.python_version(),
+            "cflags": CFLAGS,
+            "cuda": CUDA_RECORD,
+        }
         text = json.dumps(record, indent=1) + "\n"
         path = self.beside("_build.json")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,47 +112,49 @@ class BuildExt(build_ext):
     def make_cuda_library(self) -> None:
         nvcc, nvshmem = find_nvcc(), find_nvshmem()
         target = self.beside("libepcy_cuda.so")
-        archs = os.environ.get("EPCY_CUDA_ARCH", "90").split(";")
-        base = [nvcc, *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs), "-rdc=true", "-O3", "-std=c++17"]
-        base += ["--fmad=false", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
-        includes = ["-Iinclude", "-isystem", f"{nvshmem}/include"]
-        for cccl in (Path(nvcc).resolve().parent.parent / "include/cccl", *Path(nvcc).parent.parent.glob("include/cccl")):
-            if cccl.is_dir():  # CUDA 13 keeps there what NVSHMEM's headers include
-                includes += ["-isystem", str(cccl)]
-                break
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for ext in self.extensions:
+            ext.library_dirs.append(str(target.parent))
+        archs = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCH.split(";")]
+        base = [nvcc, *archs, "-rdc=true", "-O3", "-std=c++17", "--fmad=false"]
+        base += ["-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
+        cccl = [f"{d}/cccl" for d in cuda_include_dirs(nvcc) if os.path.isdir(f"{d}/cccl")]
+        includes = ["-Iinclude", *(f"-isystem={d}" for d in [nvshmem / "include", *cccl[:1]])]
 
         # An object is good for one compiler, one NVSHMEM, one architecture list and one set of flags.
-        compiler = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-        key = hashlib.sha256(repr((base, includes, compiler, nvshmem_version(nvshmem))).encode()).hexdigest()[:16]
-        temp = Path(self.build_temp, "cuda", key)
+        key = "\n".join([nvcc_version(nvcc), nvshmem_version(nvshmem), *map(str, base + includes)])
+        temp = Path(self.build_temp, "cuda", hashlib.sha256(key.encode()).hexdigest()[:16])
         temp.mkdir(parents=True, exist_ok=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        newest = max(map(os.path.getmtime, [*HEADERS, *glob("src/**/*.cuh", recursive=True), "setup.py"]))
+        headers = [*HEADERS, *glob("src/**/*.cuh", recursive=True), *glob("src/**/*.h", recursive=True)]
+        newest = max(map(os.path.getmtime, [*headers, "setup.py"]))
 
-        def compile_one(source: str) -> str:
+        def compile_one(source: str) -> Path:
             obj = temp / (Path(source).stem + ".o")
             if self.force or not obj.exists() or obj.stat().st_mtime < max(newest, os.path.getmtime(source)):
                 part = obj.with_suffix(".part.o")  # an interrupted compile leaves no object that looks whole
                 self.spawn([*base, *includes, "-c", source, "-o", str(part)])
                 part.replace(obj)
-            return str(obj)
+            return obj
 
         with ThreadPoolExecutor(JOBS) as pool:
             objects = list(pool.map(compile_one, cuda_sources()))
-        stamp = temp / "linked"
-        made = max(map(os.path.getmtime, objects))
-        if self.force or not target.exists() or not stamp.exists() or min(stamp.stat().st_mtime, target.stat().st_mtime) < made:
+        linked = Path(temp, "libepcy_cuda.so")
+        if (
+            self.force
+            or not linked.exists()
+            or linked.stat().st_mtime < max(o.stat().st_mtime for o in objects)
+        ):
             # nvcc does the device link itself; -cudart static is its default
-            self.spawn(
-                [*base, "-shared", *objects, f"-L{nvshmem}/lib", "-lnvshmem_device", "-l:libnvshmem_host.so.3"]
-                + ["-Xlinker=--exclude-libs,libnvshmem_device.a:libcudart_static.a:libcudadevrt.a"]
-                + ["-Xlinker=-rpath,$ORIGIN/../nvidia/nvshmem/lib", "-o", str(target)]
-            )
-            for other in temp.parent.glob("*/linked"):
-                other.unlink()  # the library now is of this key alone
-            stamp.touch()
-        for ext in self.extensions:
-            ext.library_dirs.append(str(target.parent))
+            link = [*base, "-shared", *map(str, objects), f"-L{nvshmem}/lib", "-lnvshmem_device"]
+            link += ["-l:libnvshmem_host.so.3", "-Xlinker=-rpath,$ORIGIN/../nvidia/nvshmem/lib"]
+            link += ["-Xlinker=--exclude-libs,libnvshmem_device.a:libcudart_static.a:libcudadevrt.a"]
+            part = temp / "part.so"
+            self.spawn([*link, "-Xlinker=-soname,libepcy_cuda.so", "-o", str(part)])
+            part.replace(linked)
+        part = target.with_suffix(".part")  # a running process keeps the library that it has mapped
+        shutil.copyfile(linked, part)
+        part.chmod(0o755)
+        part.replace(target)
 
 
 class BuildPy(build_py):
@@ -163,24 +175,17 @@ class BuildPy(build_py):
         return super().get_outputs(include_bytecode) + made
 
 
-def nvshmem_version(home: Path) -> str:
-    for header in home.glob("include/**/nvshmem_version.h"):
-        numbers = dict(
-            line.split()[1:3] for line in header.read_text().splitlines() if line.startswith("#define NVSHMEM_VENDOR_") and len(line.split()) == 3
-        )
-        return ".".join(numbers.get(f"NVSHMEM_VENDOR_{n}_VERSION", "?") for n in ("MAJOR", "MINOR", "PATCH"))
-    return "unknown"
-
-
 WITH_CUDA = cuda_wanted()
-CUDA_RECORD = None
+CUDA_ARCH = os.environ.get("EPCY_CUDA_ARCH", "90")
+CUDA_RECORD: str | None = None
 if WITH_CUDA and find_nvshmem() is None:
     if os.environ.get("EPCY_CUDA") == "1":
         sys.exit("epcy: EPCY_CUDA=1, but NVSHMEM was not found: pip install '.[cuda]' or set NVSHMEM_HOME")
     CUDA_RECORD = "not built: nvcc was found, NVSHMEM was not"
+    print(f"epcy: the CUDA backend is {CUDA_RECORD}", file=sys.stderr)
     WITH_CUDA = False
-if WITH_CUDA:
-    CUDA_RECORD = {"nvcc": find_nvcc(), "nvshmem": nvshmem_version(find_nvshmem()), "arch": os.environ.get("EPCY_CUDA_ARCH", "90")}
+elif WITH_CUDA:
+    CUDA_RECORD = f"{nvcc_version(find_nvcc())}, NVSHMEM {nvshmem_version(find_nvshmem())}, sm_{CUDA_ARCH}"
 
 pyx = sorted(glob("epcy/**/*.pyx", recursive=True))
 setup(

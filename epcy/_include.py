@@ -13,7 +13,7 @@ def get_include() -> str:
     Returns
     -------
     str
-        An absolute path. From a wheel it is ``epcy/include``, in a source tree ``include`` beside the package.
+        An absolute path: ``epcy/include`` from a wheel, ``include`` beside the package in a source tree.
     """
     package = Path(__file__).resolve().parent
     installed = package / "include"

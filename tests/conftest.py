@@ -17,7 +17,7 @@ FAILED = pytest.StashKey[bool]()
 BACKENDS = os.environ.get("EPCY_TEST_BACKENDS", "host").split(",")
 
 
-# ---- one outcome for all ranks ------------------------------------------------------------------------------
+# ---- one outcome for all ranks
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,11 +54,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         counts = "".join(
             f"\n  [rank {r}] {len(found)} tests, {errors} errors" for r, (found, errors) in enumerate(replies)
         )
-        AGREEMENT.abort("collection", [], "\n".join([f"the ranks collected different tests:{counts}", *ERRORS]))
+        AGREEMENT.abort(
+            "collection", [], "\n".join([f"the ranks collected different tests:{counts}", *ERRORS])
+        )
 
 
 class Quiet:
-    """Where the terminal reporter of a rank other than 0 writes: nowhere, until pytest-timeout dumps stacks."""
+    """Where the reporter of a rank other than 0 writes: nowhere, until pytest-timeout dumps stacks."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.loud = stream, False
@@ -95,12 +97,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(name)
 
 
-# ---- fixtures -----------------------------------------------------------------------------------------------
+# ---- fixtures
 
 
 @pytest.fixture
 def failed(request: pytest.FixtureRequest) -> Callable[[], bool]:
-    """Tell, in a fixture's teardown, whether the test failed on any rank: then nothing collective may follow."""
+    """Tell a fixture's teardown whether the test failed on any rank: nothing collective may follow."""
     return lambda: request.node.stash.get(FAILED, False)
 
 
@@ -117,7 +119,7 @@ def comm(failed: Callable[[], bool]) -> Iterator[Any]:
 
 @pytest.fixture
 def subcomm(comm: Any, failed: Callable[[], bool]) -> Iterator[Callable[[int], Any]]:
-    """A function `subcomm(size)`: collective over all ranks; the first `size` get a communicator, others COMM_NULL."""
+    """A function `subcomm(size)`, collective: the first `size` ranks get a communicator, others COMM_NULL."""
     made = []
 
     def split(size: int) -> Any:

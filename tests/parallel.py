@@ -1,10 +1,11 @@
 """Tests that run on every rank at once: agreement on outcomes, and hypothesis over ranks.
 
-One body runs on all ranks (``mpiexec -n N python -m pytest``). After each phase of a test the ranks exchange what
-happened (`Agreement.exchange`), so that a failure anywhere fails the test everywhere and the ranks stay together.
-A rank that does not arrive is named, made to print where it stands, and the job is aborted: never a hang.
+One body runs on all ranks (``mpiexec -n N python -m pytest``). After each phase of a test the ranks exchange
+what happened (`Agreement.exchange`), so that a failure anywhere fails the test everywhere and the ranks stay
+together. A rank that does not arrive is named, where it stands is printed, and the job is aborted: no hang.
 
-Property tests use `given` of this module in place of hypothesis': rank 0 draws and shrinks, the others follow.
+Property tests use `given` of this module in place of hypothesis': rank 0 draws and shrinks, the others do the
+same examples. Tests of whole programs start them with `launch`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ try:
 except (ImportError, RuntimeError):  # the unit tests need no MPI library
     MPI = None
 
-GRACE = float(os.environ.get("EPCY_TEST_GRACE", 5.0))  # s for the slowest rank to end a test that failed elsewhere
-LIMIT = float(os.environ.get("EPCY_TEST_LIMIT", 60.0))  # s to wait for the slowest rank of a test that failed nowhere
+# Seconds that a rank waits for the slowest one, when the test failed here, and when it did not.
+GRACE = float(os.environ.get("EPCY_TEST_GRACE", 5.0))
+LIMIT = float(os.environ.get("EPCY_TEST_LIMIT", 60.0))
 TAG = 7
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,14 +50,15 @@ class Agreement:
         self.rank = self.comm.rank if self.comm is not None else 0
         self.size = self.comm.size if self.comm is not None else 1
         self.stderr = sys.stderr
-        self.processes: list[tuple[str, int, str]] = []  # host, pid, file that a stuck rank writes its stack to
+        self.processes: list[tuple[str, int, str]] = []  # host, pid, the file for a stuck rank's stack
 
     def start(self, stderr_fd: int) -> None:
         """Learn every rank's process; from now on SIGUSR1 makes a rank write down where it stands."""
         self.stderr = os.fdopen(stderr_fd, "w")
         if self.size > 1:
             self.stack = tempfile.NamedTemporaryFile("w", prefix="epcy-test-stack-")
-            faulthandler.register(signal.SIGUSR1, file=self.stack, all_threads=False)  # works inside an MPI call
+            # Unlike a handler in Python, this one answers inside an MPI call.
+            faulthandler.register(signal.SIGUSR1, file=self.stack, all_threads=False)
             self.processes = self.comm.allgather((socket.gethostname(), os.getpid(), self.stack.name))
 
     def exchange(self, message: Any, what: str, hurry: bool = False, text: str = "") -> list[Any]:
@@ -107,7 +110,10 @@ class Agreement:
                 frames = file.read().splitlines()
         except OSError:
             return "has no process any more"
-        end = next((i for i, frame in enumerate(frames) if re.search("/_pytest/|/pluggy/|/hypothesis/", frame)), len(frames))
+        end = next(
+            (i for i, frame in enumerate(frames) if re.search("/_pytest/|/pluggy/|/hypothesis/", frame)),
+            len(frames),
+        )
         return "stands at:\n" + "\n".join(frames[1:end])
 
 
@@ -134,22 +140,35 @@ def mpiexec() -> str | None:
     return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec")
 
 
-def launch(num_ranks: int, args: list[str], *, timeout: float = 60.0, env: dict[str, str] | None = None,
-           options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGS` on a number of ranks in a job of its own, whose processes all end with the time limit.
+def launch(
+    num_ranks: int,
+    args: list[str],
+    *,
+    timeout: float = 60.0,
+    env: dict[str, str] | None = None,
+    options: tuple[str, ...] = (),
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGS` on a number of ranks in a job of its own, all of which ends with the time limit.
 
-    `options` go to mpiexec (MPICH: ``-disable-auto-cleanup`` lets survivors outlive a killed rank). Returns what
-    subprocess.run would, stdout and stderr as text; raises subprocess.TimeoutExpired.
+    `options` go to mpiexec (MPICH: ``-disable-auto-cleanup`` lets survivors outlive a killed rank). Returns
+    what subprocess.run would, stdout and stderr as text; raises subprocess.TimeoutExpired.
     """
     launcher = mpiexec()
     if launcher is None:
         pytest.skip("no mpiexec")
-    # A job inside a job: the outer launcher's variables would make every process think it is a rank of that one.
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "PMIX_", "OMPI_COMM", "HYDI_", "PALS_"))}
+    # A job inside a job: by the outer launcher's variables every process would take itself for its rank.
+    outer = ("PMI_", "PMIX_", "OMPI_COMM", "HYDI_", "PALS_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     command = [launcher, *options, "-n", str(num_ranks), sys.executable, *args]
     with subprocess.Popen(
-        command, env={**inherited, **(env or {})}, cwd=ROOT, start_new_session=True, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        command,
+        env={**inherited, **(env or {})},
+        cwd=ROOT,
+        start_new_session=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         try:
             out, err = process.communicate(timeout=timeout)
@@ -172,10 +191,10 @@ def given(max_examples: int = 100, **strategies: Any) -> Callable[[Callable[...,
     >>> @given(max_examples=50, case=routings())
     ... def test_dispatch(comm, case): ...
 
-    Collective. Rank 0 runs hypothesis and broadcasts each example; every rank runs the body; the ranks exchange
-    the outcomes, and a failure on any of them fails the example on rank 0, which then shrinks as usual. Drawn
-    values must pickle. Fixtures are made once, not once an example. Filter in the strategy: `assume` and
-    `data()` have no meaning in a body that runs on several ranks.
+    Collective. Rank 0 runs hypothesis and broadcasts each example; every rank runs the body; the ranks
+    exchange the outcomes, and a failure on any of them fails the example on rank 0, which then shrinks as
+    usual. Drawn values must pickle. Fixtures are made once, not once an example. Filter in the strategy:
+    `assume` and `data()` have no meaning in a body that runs on several ranks.
     """
     import hypothesis
 

@@ -11,7 +11,9 @@ NVSHMEM_HOME         where NVSHMEM is  (else the nvidia-nvshmem-cu13 wheel)
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -65,6 +67,27 @@ def find_nvshmem() -> Path | None:
     return next((d for d in places if (d / "lib/libnvshmem_device.a").exists()), None)
 
 
+def nvcc_version(nvcc: str) -> str:
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    return next((f"nvcc {line.split()[-1]}" for line in said.splitlines() if "release" in line), "nvcc")
+
+
+def nvshmem_version(home: Path) -> str:
+    header = next(home.glob("include/**/nvshmem_version.h"), None)
+    text = header.read_text() if header else ""
+    found = dict(re.findall(r"#define NVSHMEM_VENDOR_(MAJOR|MINOR|PATCH)_VERSION\s+(\d+)", text))
+    return ".".join(found.get(part, "?") for part in ("MAJOR", "MINOR", "PATCH"))
+
+
+def cuda_include_dirs(nvcc: str) -> list[str]:
+    """Ask nvcc itself: what lies on PATH may be a script that calls the real one."""
+    said = subprocess.run(
+        [nvcc, "--dryrun", "-E", "-x", "cu", "/dev/null"], capture_output=True, text=True
+    ).stderr
+    line = next((text for text in said.splitlines() if "INCLUDES=" in text), "")
+    return re.findall(r'-I([^"\s]+)', line)
+
+
 def cuda_wanted() -> bool:
     """Tell whether this build should try the CUDA backend (NVSHMEM apart); EPCY_CUDA=1 insists."""
     choice = os.environ.get("EPCY_CUDA", "auto")
@@ -72,7 +95,10 @@ def cuda_wanted() -> bool:
         sys.exit(f"epcy: EPCY_CUDA must be auto, 1 or 0, got {choice!r}")
     wanted = choice != "0" and bool(cuda_sources()) and find_nvcc() is not None
     if choice == "1" and not wanted:
-        sys.exit("epcy: EPCY_CUDA=1, but " + ("nvcc was not found" if cuda_sources() else "src/cuda has no sources"))
+        sys.exit(
+            "epcy: EPCY_CUDA=1, but "
+            + ("nvcc was not found" if cuda_sources() else "src/cuda has no sources")
+        )
     return wanted
 
 

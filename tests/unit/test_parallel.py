@@ -7,7 +7,10 @@ CASES = {
     "": (0, ["3 passed"]),
     "one": (1, ["[rank 2]", "assert 2 != 2", "1 failed, 3 passed"]),
     "all": (1, ["[ranks 0, 1, 2]", "1 failed, 3 passed"]),
-    "diverge": (None, ["rank 1 leaves", "ranks that did not come: [0, 2]", "[rank 0] stands at:", "in test_diverge"]),
+    "diverge": (
+        None,
+        ["rank 1 leaves", "ranks that did not come: [0, 2]", "[rank 0] stands at:", "in test_diverge"],
+    ),
     "stuck": (None, ["ranks that did not come: [2]", "[rank 2] stands at:", "in test_stuck"]),
     "timeout": (None, ["Timeout", "in test_timeout"]),
     "skip": (1, ["skipped on some ranks only", "1 failed, 2 passed"]),
