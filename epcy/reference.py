@@ -467,10 +467,8 @@ def _biases(
 
 
 def _check_rows(ys: Sequence[Array], routing: Routing) -> np.dtype[Any]:
-    for y in ys:
-        if isinstance(y, tuple):
-            raise ValueError("combine takes bfloat16, float16 or float32, not e4m3 bytes with scales")
-        _parts(y)
+    if any(len(_parts(y)) != 1 for y in ys):
+        raise ValueError("combine takes bfloat16, float16 or float32, not e4m3 bytes with scales")
     dtypes = {y.dtype for y in ys}
     if len(dtypes) != 1:
         raise ValueError(f"ys must have one dtype, got {sorted(map(str, dtypes))}")

@@ -369,7 +369,7 @@ def test_nonsense_is_refused():
     with pytest.raises(ValueError, match="one dtype"):
         reference.combine([ys[0], ys[1].astype(np.float32)], routing)
     with pytest.raises(ValueError, match="e4m3"):
-        reference.combine([(ys[0], ys[0]), ys[1]], routing)
+        reference.combine([reference.cast_to_fp8(np.zeros((2, 128), BF16)), ys[1]], routing)
     with pytest.raises(ValueError, match="bias"):
         reference.combine(ys, routing, bias=[x.astype(np.float32), None])
     with pytest.raises(ValueError, match="path"):
