@@ -1,0 +1,165 @@
+"""Any array -> pointer, shape, strides and element kind, without copying where the layout allows it."""
+
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t, uintptr_t
+
+import ml_dtypes
+import numpy as np
+
+from epcy.errors import ArgumentError, NotSupportedError
+
+# The C side of NumPy's __array_struct__ (the array interface protocol, version 3).
+cdef struct PyArrayInterface:
+    int two
+    int nd
+    char typekind
+    int itemsize
+    int flags
+    Py_ssize_t *shape
+    Py_ssize_t *strides
+    void *data
+
+cdef enum:
+    FLAG_C_CONTIGUOUS = 0x1
+    FLAG_ALIGNED = 0x100
+    FLAG_WRITEABLE = 0x400
+
+# DLPack (dlpack.h, version 0.x: what __dlpack__() without arguments hands out).
+cdef struct DLTensor:
+    void *data
+    int32_t device_type, device_id
+    int32_t ndim
+    uint8_t code, bits
+    uint16_t lanes
+    int64_t *shape
+    int64_t *strides
+    uint64_t byte_offset
+
+cdef struct DLManagedTensor:
+    DLTensor tensor
+
+cdef enum:
+    DL_CPU = 1
+    DL_CUDA_HOST = 3
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {KIND_BF16: BFLOAT16, KIND_FP16: np.dtype(np.float16), KIND_FP32: np.dtype(np.float32),
+          KIND_FP8: np.dtype(np.uint8), KIND_INT32: np.dtype(np.int32), KIND_INT64: np.dtype(np.int64)}
+cdef dict _kinds = {dtype: kind for kind, dtype in DTYPES.items()}
+_kinds[np.dtype(ml_dtypes.float8_e4m3fn)] = KIND_FP8
+cdef dict _dlpack = {(4, 16): BFLOAT16, (2, 16): np.dtype(np.float16), (2, 32): np.dtype(np.float32),
+                     (10, 8): np.dtype(np.uint8), (1, 8): np.dtype(np.uint8), (0, 32): np.dtype(np.int32),
+                     (0, 64): np.dtype(np.int64)}
+cdef object ndarray = np.ndarray
+
+
+cdef class Memory:
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.data, self.nbytes, 0, flags)
+        self.num_exports += 1
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        self.num_exports -= 1
+
+
+cdef Memory memory_at(char *data, Py_ssize_t nbytes, object owner):
+    cdef Memory memory = Memory.__new__(Memory)
+    memory.data, memory.nbytes, memory.owner = data, nbytes, owner
+    return memory
+
+
+@cython.final
+cdef class _Capsule:
+    """Holds a DLPack capsule; its own destructor calls the producer's deleter."""
+
+    cdef object capsule
+
+
+cdef object from_dlpack(object obj, str name):
+    """An ndarray over a DLPack exporter's memory (NumPy's own from_dlpack knows neither bfloat16 nor float8)."""
+    cdef object capsule = obj.__dlpack__()
+    if not PyCapsule_IsValid(capsule, "dltensor"):
+        raise ArgumentError(f"{name}: expected a DLPack capsule named 'dltensor', got {capsule!r}")
+    cdef DLTensor *t = &(<DLManagedTensor *>PyCapsule_GetPointer(capsule, "dltensor")).tensor
+    if t.device_type != DL_CPU and t.device_type != DL_CUDA_HOST:
+        raise ArgumentError(f"{name}: expected host memory on backend 'host', got a DLPack device of type {t.device_type}")
+    dtype = _dlpack.get((t.code, t.bits))
+    if dtype is None or t.lanes != 1:
+        raise ArgumentError(f"{name}: unknown DLPack element (code {t.code}, {t.bits} bits, {t.lanes} lanes)")
+    shape = tuple([t.shape[i] for i in range(t.ndim)])
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    itemsize = dtype.itemsize
+    if t.strides == NULL:
+        strides = tuple([itemsize * n for n in np.cumprod((1, *shape[:0:-1]))[::-1].tolist()])
+    else:
+        strides = tuple([t.strides[i] * itemsize for i in range(t.ndim)])
+    if min(strides, default=0) < 0:
+        raise NotSupportedError(f"{name}: a DLPack tensor with negative strides; pass a contiguous one")
+    nbytes = itemsize + sum([(n - 1) * s for n, s in zip(shape, strides)])
+    cdef _Capsule holder = _Capsule()
+    holder.capsule = capsule
+    return ndarray(shape, dtype, memory_at(<char *>t.data + t.byte_offset, nbytes, holder), 0, strides)
+
+
+cdef object as_ndarray(object obj, str name):
+    if isinstance(obj, ndarray):
+        return obj
+    if hasattr(obj, "__cuda_array_interface__"):
+        raise ArgumentError(f"{name}: expected an array in host memory on backend 'host', got one on a GPU "
+                            f"({type(obj).__name__}); copy it to the host or use backend='nvshmem'")
+    if hasattr(obj, "__dlpack__"):
+        return from_dlpack(obj, name)
+    if hasattr(obj, "__array_interface__") or hasattr(obj, "__array_struct__"):
+        return np.asarray(obj)
+    try:
+        return np.asarray(memoryview(obj))
+    except TypeError:
+        raise ArgumentError(f"{name}: expected an array (NumPy, DLPack or buffer protocol), "
+                            f"got {type(obj).__name__}") from None
+
+
+cdef Array describe(object obj, str name):
+    """Look at an array: no copy, at most two dimensions."""
+    cdef object a = obj if type(obj) is ndarray else as_ndarray(obj, name)
+    cdef object capsule = a.__array_struct__
+    cdef PyArrayInterface *interface = <PyArrayInterface *>PyCapsule_GetPointer(capsule, NULL)
+    cdef Array array = Array.__new__(Array)
+    cdef int i
+    if interface.nd > 2:
+        raise ArgumentError(f"{name}: expected at most 2 dimensions, got shape {a.shape}")
+    if not interface.flags & FLAG_ALIGNED:
+        return describe(np.array(a, order="C"), name)
+    array.owner = a
+    array.data = <char *>interface.data
+    array.ndim = interface.nd
+    array.shape[0] = array.shape[1] = 1
+    for i in range(interface.nd):
+        array.shape[i] = interface.shape[i]
+        array.strides[i] = interface.strides[i]
+    array.kind = _kinds.get(a.dtype, KIND_OTHER)
+    array.is_contiguous = (interface.flags & FLAG_C_CONTIGUOUS) != 0
+    array.is_writable = (interface.flags & FLAG_WRITEABLE) != 0
+    return array
+
+
+cdef Array contiguous(Array array):
+    """The array itself, or a C-contiguous copy of it."""
+    return array if array.is_contiguous else describe(np.ascontiguousarray(array.owner), "")
+
+
+cdef Array with_rows(Array array):
+    """The array itself where each row lies in one piece (rows may be any distance apart), or a copy."""
+    if array.is_contiguous or array.ndim == 2 and (array.strides[1] == array.item_bytes() or array.shape[1] == 1):
+        return array
+    return contiguous(array)
+
+
+def rows_of(obj, str name):
+    """Look at a two-dimensional array, copied if it is not contiguous."""
+    cdef Array array = describe(obj, name)
+    if array.ndim != 2:
+        raise ArgumentError(f"{name}: expected 2 dimensions, got shape {array.owner.shape}")
+    return contiguous(array)

@@ -1,0 +1,140 @@
+"""MPI before there is shared memory: non-blocking collectives with a limit, and who the ranks are.
+
+Used while a Buffer is made and never on the data path. Every wait is bounded, lets other threads run and answers
+Ctrl-C; a rank whose arguments are wrong still takes part, so that the others learn of it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from epcy.errors import ArgumentError, EpcyError, MismatchError, PeerError, PeerTimeoutError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Identity", "agree", "allgather", "compare", "duplicate", "exchange"]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process, so that others can tell whether it still lives."""
+
+    host: str
+    pid: int
+    start_time: str  # field 22 of /proc/PID/stat: a pid that is used again has another one
+
+    @classmethod
+    def mine(cls) -> Identity:
+        """Name this process."""
+        return cls(socket.gethostname(), os.getpid(), _start_time(os.getpid())[1])
+
+    def is_dead(self) -> bool:
+        """Tell whether the process is known to have ended; False when it lives or cannot be seen from here."""
+        state, start_time = _start_time(self.pid)
+        return state in ("", "Z", "X") or start_time != self.start_time
+
+    def is_visible(self) -> bool:
+        """Tell whether this process can see that one at all (same host and pid namespace)."""
+        return self.host == socket.gethostname() and self.start_time != "" and not self.is_dead()
+
+
+def _start_time(pid: int) -> tuple[str, str]:
+    """State and start time of a process, or empty strings."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except (OSError, IndexError):
+        return "", ""
+
+
+def _wait(request: MPI.Request, timeout: float, what: str) -> None:
+    deadline, nap = time.monotonic() + timeout, 0.0
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise PeerTimeoutError(
+                f"timeout: {what} did not end within {timeout:g} s: some rank has not called it; "
+                "all ranks of the communicator must, in the same order",
+                phase="bootstrap",
+            )
+        time.sleep(nap)
+        nap = min(nap + 1e-5, 1e-3)
+
+
+def duplicate(comm: MPI.Comm, timeout: float) -> MPI.Intracomm:
+    """Copy the communicator, so that our messages never meet the user's.
+
+    Collective, blocking for at most `timeout` seconds.
+    """
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        raise ArgumentError("comm: MPI is not running (not initialized yet, or finalized already)")
+    if not isinstance(comm, MPI.Comm):
+        raise ArgumentError(f"comm: expected an mpi4py communicator, got {type(comm).__name__}")
+    if comm == MPI.COMM_NULL:
+        raise ArgumentError("comm: expected an intracommunicator, got COMM_NULL (this rank is not in the group)")
+    if comm.Is_inter():
+        raise ArgumentError("comm: expected an intracommunicator, got an intercommunicator; use its Merge()")
+    copy, request = comm.Idup()  # type: ignore[attr-defined]
+    _wait(request, timeout, "Buffer(): MPI_Comm_idup")
+    return copy  # type: ignore[no-any-return]
+
+
+def allgather(comm: MPI.Intracomm, message: Any, timeout: float) -> list[Any]:
+    """Return every rank's message in rank order.
+
+    Collective, blocking for at most `timeout` seconds.
+    """
+    from mpi4py import MPI
+
+    mine = bytearray(pickle.dumps(message))
+    sizes = bytearray(8 * comm.size)
+    _wait(comm.Iallgather([len(mine).to_bytes(8, "little"), MPI.BYTE], [sizes, MPI.BYTE]), timeout, "Buffer()")
+    counts = [int.from_bytes(sizes[8 * r : 8 * r + 8], "little") for r in range(comm.size)]
+    gathered = bytearray(sum(counts))
+    starts = [sum(counts[:r]) for r in range(comm.size)]
+    request = comm.Iallgatherv([mine, MPI.BYTE], [gathered, counts, starts, MPI.BYTE])
+    _wait(request, timeout, "Buffer()")
+    return [pickle.loads(gathered[s : s + n]) for s, n in zip(starts, counts, strict=True)]
+
+
+def exchange(comm: MPI.Intracomm, message: Any, error: EpcyError | None, timeout: float, step: str) -> list[Any]:
+    """Gather messages, or raise: this rank's own `error`, or a PeerError with the text of the ranks that have one.
+
+    Collective, blocking for at most `timeout` seconds.
+    """
+    answers = allgather(comm, (None, str(error)) if error is not None else (message, None), timeout)
+    if error is not None:
+        raise error
+    refused = [rank for rank, (_, text) in enumerate(answers) if text is not None]
+    if refused:
+        first = refused[0]
+        raise PeerError(f"rank {first} refused in {step}: {answers[first][1]}", refused)
+    return [answer for answer, _ in answers]
+
+
+def compare(all_options: list[dict[str, Any]]) -> None:
+    """Raise the same MismatchError on every rank where an option differs."""
+    for name in all_options[0]:
+        values = [options.get(name) for options in all_options]
+        if any(value != values[0] for value in values):
+            shown = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values[:16]))
+            more = f", and {len(values) - 16} more ranks" if len(values) > 16 else ""
+            raise MismatchError(f"{name}: every rank must give the same value, got {shown}{more}")
+
+
+def agree(comm: MPI.Intracomm, options: dict[str, Any], error: EpcyError | None, timeout: float) -> list[Identity]:
+    """Compare the options of all ranks and learn who they are.
+
+    Collective, blocking for at most `timeout` seconds.
+    """
+    answers = exchange(comm, (options, Identity.mine()), error, timeout, "Buffer()")
+    compare([answer[0] for answer in answers])
+    return [answer[1] for answer in answers]

@@ -1,0 +1,140 @@
+"""C declarations of epcy/host.h, and the host backend."""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+
+from epcy.arrays cimport Array
+from epcy.backends.call cimport CombineCall, DispatchCall
+from epcy.handle cimport Dispatch, Handle
+from epcy.layout cimport epcy_area, epcy_heap, epcy_shape
+
+
+cdef extern from "epcy/host.h" nogil:
+    enum:
+        EPCY_TEXT_BYTES
+        EPCY_OP_DISPATCH
+        EPCY_OP_COMBINE
+        EPCY_OP_BARRIER
+        EPCY_OP_FREE
+        EPCY_PHASE_IDLE
+        EPCY_PHASE_ARRIVAL
+        EPCY_PHASE_DATA
+        EPCY_PHASE_COMPLETION
+        EPCY_LAYOUT_RANK
+        EPCY_LAYOUT_EXPERT
+        EPCY_WORD_ARRIVED
+        EPCY_WORD_DONE
+        EPCY_WORD_BROKEN
+        EPCY_WORD_RESET
+        EPCY_WORD_EPOCH
+        EPCY_WAIT_DONE
+        EPCY_WAIT_PENDING
+        EPCY_WAIT_BROKEN
+        EPCY_STATUS_VERSION
+
+    const uint64_t EPCY_STATUS_MAGIC
+
+    ctypedef struct epcy_status:
+        uint64_t magic
+        int32_t version, pid, rank, size
+
+    ctypedef struct epcy_record:
+        int32_t op, dtype, layout, cached, has_weights, refused, waits
+        int64_t alignment
+        uint64_t routing
+        int64_t num_tokens, limit, area_offset, weights_offset
+        char *text
+
+    ctypedef struct epcy_route:
+        int32_t rank, lane, local_expert
+        int64_t row
+
+    ctypedef struct epcy_host:
+        epcy_shape shape
+        epcy_area area
+        epcy_heap heap
+        int64_t rank
+        char **base
+        uint64_t epoch
+        epcy_status *page
+
+    ctypedef struct epcy_host_dispatch:
+        const char *x
+        int64_t x_stride_bytes, row_bytes
+        const char *scales
+        int64_t num_scales
+        const float *topk_weights
+        int64_t num_tokens
+        epcy_route *routes
+        int64_t num_rows
+        int64_t *expert_counts
+        int64_t *expert_offsets
+        int64_t fill_to
+
+    ctypedef struct epcy_host_combine:
+        const epcy_route *routes
+        int64_t num_tokens
+        int32_t dtype
+        const float *topk_weights
+        const char *bias[2]
+        char *out
+        float *out_weights
+
+    ctypedef struct epcy_bad_id:
+        int64_t num_bad, token, lane, value
+
+    int64_t epcy_host_control_bytes(const epcy_shape *shape)
+    int epcy_host_open(epcy_host *h, double spin_us, int num_threads)
+    void epcy_host_close(epcy_host *h)
+    epcy_status *epcy_host_status(const epcy_host *h, int64_t rank)
+    epcy_record *epcy_host_record(const epcy_host *h, int64_t rank, uint64_t epoch)
+    int64_t *epcy_host_counts(const epcy_host *h, int64_t rank, uint64_t epoch)
+    int64_t *epcy_host_expert_counts(const epcy_host *h, int64_t rank, uint64_t epoch)
+    uint64_t epcy_host_word(const epcy_host *h, int64_t rank, int word)
+    void epcy_host_store(epcy_host *h, int word, uint64_t value)
+    void epcy_host_phase(epcy_host *h, int op, int phase)
+    int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_ns)
+    void epcy_host_count(const epcy_host *h, const void *topk_idx, int is_int64, int64_t num_tokens, int layout,
+                         epcy_route *routes, int64_t *counts, int64_t *expert_counts, epcy_bad_id *bad)
+    int64_t epcy_host_rows(const epcy_host *h, int64_t rank, int64_t *limit)
+    void epcy_host_place(const epcy_host *h, epcy_host_dispatch *call)
+    void epcy_host_send(epcy_host *h, const epcy_host_dispatch *call)
+    void epcy_host_combine_rows(epcy_host *h, const epcy_host_combine *call)
+    int epcy_simd_level()
+    int epcy_simd_limit(int level)
+    void epcy_cast_to_fp8(const void *x, int dtype, int64_t num_rows, int64_t hidden, int power_of_two,
+                          uint8_t *payload, float *scales)
+    void epcy_cast_from_fp8(const uint8_t *payload, const float *scales, int64_t num_rows, int64_t hidden, int dtype,
+                            void *out)
+
+
+cdef class HostHandle(Handle):
+    cdef epcy_route *routes             # (T, K)
+    cdef int64_t *expert_numbers        # counts (L,), then offsets (L + 1,)
+    cdef int64_t num_local
+    cdef int64_t num_true_rows          # of this rank, unclipped
+
+
+cdef class HostBackend:
+    cdef epcy_host h
+    cdef readonly bint broken
+    cdef readonly double timeout
+    cdef object comm, window, token, identities, page, page_path
+    cdef list areas                     # the receive areas' generations
+    cdef list receive_views, combine_views
+    cdef bint taken[2]                  # combine areas given out by combine_input
+    cdef int next_area
+    cdef uint64_t num_resets
+    cdef object deferred                # an error for check() or the next waiting call
+
+    cdef object no_room(self, nbytes, size)
+    cdef object open_status(self, directory)
+    cdef epcy_record *begin(self, int op) except NULL
+    cdef int finish(self, int op) except -1
+    cdef int wait(self, int op, int word, uint64_t value) except -1
+    cdef int arrive(self, int op) except -1
+    cdef object disagreement(self)
+    cdef object overflow_error(self)
+    cdef int64_t offset_in_heap(self, Array array) noexcept
+    cdef HostHandle count(self, DispatchCall call, epcy_record *record)
+    cdef int stage(self, CombineCall call) except -1
+    cdef Dispatch result(self, DispatchCall call, HostHandle handle, int area)

@@ -1,0 +1,626 @@
+# cython: boundscheck=False, wraparound=False
+"""The host backend: ranks of one machine over an MPI shared-memory window.
+
+A call is one step of the epoch on every rank: `begin` a record, `arrive` (publish it, wait for everybody's, compare),
+move the data, `finish` (say so, wait for everybody). The C side is src/host; no MPI call is made here after the
+constructor and before `free`.
+"""
+
+import os
+import time
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+
+import numpy as np
+
+from epcy.arrays cimport (
+    KIND_BF16, KIND_FP8, KIND_FP16, KIND_FP32, KIND_INT64, Array, Memory, describe, memory_at)
+from epcy.backends.call cimport CombineCall, DispatchCall
+from epcy.event cimport completed
+from epcy.handle cimport Area, Combine, Dispatch, Handle
+from epcy.layout cimport EPCY_NUM_AREAS, epcy_heap_layout, epcy_num_local_experts, epcy_num_scales, epcy_shape
+
+from epcy import status as status_pages
+from epcy.arrays import DTYPES
+from epcy.backends import bootstrap
+from epcy.errors import (
+    ArgumentError, BackendError, CapacityError, HeapError, MismatchError, PeerError, PeerTimeoutError, StateError)
+
+cdef int64_t SLICE_NS = 100_000_000     # how long a wait stays in C before it looks for Ctrl-C and dead ranks
+PAYLOADS = ("bfloat16", "float16", "float32", "fp8 pair")
+LAYOUTS = ("rank", "expert")
+OPERATIONS = status_pages.OPERATIONS
+WAITED_FOR = {EPCY_WORD_ARRIVED: "arrival", EPCY_WORD_DONE: "completion", EPCY_WORD_RESET: "reset"}
+
+
+def heap_layout(dict shape):
+    """Offsets of the regions of a rank's allocation, and its size in bytes, by name."""
+    cdef epcy_shape s
+    s.num_ranks, s.num_experts, s.num_topk = shape["num_ranks"], shape["num_experts"], shape["num_topk"]
+    s.num_max_tokens, s.hidden = shape["num_max_tokens"], shape["hidden"]
+    s.row_bytes, s.num_rows = shape["row_bytes"], shape["num_rows"]
+    heap = epcy_heap_layout(&s, epcy_host_control_bytes(&s))
+    return {"control": heap.receive[0], "receive": heap.combine[0] - heap.receive[0],
+            "combine": heap.bytes - heap.combine[0], "total": heap.bytes}
+
+
+def simd_level(limit=None):
+    """The instruction set in use: 0 portable, 1 AVX2, 2 AVX-512; with `limit`, use no more than that."""
+    return epcy_simd_level() if limit is None else epcy_simd_limit(limit)
+
+
+def to_fp8(Array x, bint power_of_two, payload, scales):
+    """Cast the rows of x into the arrays given."""
+    cdef Array p = describe(payload, "payload"), s = describe(scales, "scales")
+    with nogil:
+        epcy_cast_to_fp8(x.data, x.kind, x.shape[0], x.shape[1], power_of_two, <uint8_t *>p.data, <float *>s.data)
+
+
+def from_fp8(Array payload, Array scales, out):
+    """Cast the pair's rows into the array given."""
+    cdef Array o = describe(out, "out")
+    with nogil:
+        epcy_cast_from_fp8(<uint8_t *>payload.data, <float *>scales.data, payload.shape[0], payload.shape[1], o.kind,
+                           o.data)
+
+
+cdef class HostHandle(Handle):
+    def __dealloc__(self):
+        free(self.routes)
+        free(self.expert_numbers)
+
+    cdef int64_t _num_recv_tokens(self) noexcept:
+        return self.num_true_rows
+
+    cpdef object expert_counts(self):
+        return np.array([self.expert_numbers[i] for i in range(self.num_local)], np.int64)
+
+
+cdef class HostBackend:
+    def __cinit__(self):
+        self.h.base = NULL
+
+    def __init__(self, comm, dict shape, dict options, list identities, object token):
+        """Collective, blocking: allocate the shared window over `comm`, whose ranks share this machine."""
+        from mpi4py import MPI
+
+        cdef int rank, size = comm.size, i
+        self.comm, self.token, self.identities = comm, token, identities
+        self.timeout = options["timeout"]
+        self.h.rank = comm.rank
+        self.h.shape.num_ranks, self.h.shape.num_experts = size, shape["num_experts"]
+        self.h.shape.num_topk, self.h.shape.num_max_tokens = shape["num_topk"], shape["num_max_tokens"]
+        self.h.shape.hidden, self.h.shape.row_bytes = shape["hidden"], shape["row_bytes"]
+        self.h.shape.num_rows = shape["num_rows"]
+        nbytes = heap_layout(shape)["total"]
+        bootstrap.exchange(comm, None, self.no_room(nbytes, size), self.timeout, "Buffer()")
+        self.window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm)
+        self.h.base = <char **>calloc(size, sizeof(char *))
+        if self.h.base == NULL:
+            raise MemoryError
+        for rank in range(size):
+            self.h.base[rank] = <char *><uintptr_t>self.window.Shared_query(rank)[0].address
+        code = epcy_host_open(&self.h, options["spin_us"], options["num_sms"])
+        error = HeapError(f"num_sms: could not start {options['num_sms']} threads ({os.strerror(code)})") if code else None
+        error = self.open_status(options["status_dir"]) or error
+        self.areas = [Area() for i in range(EPCY_NUM_AREAS)]
+        self.receive_views = [self.views(self.h.heap.receive[i]) for i in range(EPCY_NUM_AREAS)]
+        self.combine_views = [self.views(self.h.heap.combine[i]) for i in range(EPCY_NUM_AREAS)]
+        bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")     # also: every control block is zero now
+
+    def __dealloc__(self):
+        if self.h.base != NULL:
+            epcy_host_close(&self.h)
+            free(self.h.base)
+
+    cdef object no_room(self, nbytes, size):
+        """A HeapError if shared memory has no room for all ranks: touching it then would be a SIGBUS."""
+        try:
+            info = os.statvfs("/dev/shm")
+        except OSError:
+            return None
+        free_bytes, need = info.f_bavail * info.f_frsize, nbytes * size
+        if need <= free_bytes:
+            return None
+        return HeapError(f"num_max_tokens_per_rank: the Buffer needs {need} bytes of shared memory ({nbytes} a rank), "
+                         f"/dev/shm has {free_bytes} free; give fewer num_max_tokens_per_rank or num_max_recv_tokens, "
+                         "or enlarge /dev/shm (docker run --shm-size)")
+
+    cdef object open_status(self, directory):
+        """Map the status file; the first fields of it and of the status in the window."""
+        cdef epcy_status start
+        cdef const uint8_t[::1] view
+        start.magic, start.version, start.pid = EPCY_STATUS_MAGIC, EPCY_STATUS_VERSION, os.getpid()
+        start.rank, start.size = <int>self.h.rank, <int>self.h.shape.num_ranks
+        memcpy(epcy_host_status(&self.h, self.h.rank), &start, 24)
+        if directory == "":
+            return None
+        try:
+            self.page, self.page_path = status_pages.open_page(status_pages.folder(directory), self.h.rank)
+        except ArgumentError as error:
+            return error
+        except OSError as error:
+            return ArgumentError(f"status_dir: could not make a status page: {error}; set EPCY_STATUS_DIR")
+        view = self.page
+        self.h.page = <epcy_status *>&view[0]
+        memcpy(self.h.page, &start, 24)
+        return None
+
+    def views(self, int64_t offset):
+        """Whole-area arrays, to be sliced: by payload kind, and "scales", "idx" and "weights" by layout."""
+        cdef epcy_shape *s = &self.h.shape
+        cdef Memory memory = memory_at(self.h.base[self.h.rank] + offset, self.h.area.bytes, self.window)
+        rows, topk, out = s.num_rows, s.num_topk, {}
+        for kind in (KIND_BF16, KIND_FP16, KIND_FP32, KIND_FP8):
+            if s.hidden * DTYPES[kind].itemsize <= s.row_bytes:
+                out[kind] = np.ndarray((rows, s.hidden), DTYPES[kind], memory, self.h.area.payload)
+        out["scales"] = np.ndarray((rows, epcy_num_scales(s.hidden)), np.float32, memory, self.h.area.scales)
+        for layout, shape in (("rank", (rows, topk)), ("expert", (rows,))):
+            out["idx", layout] = np.ndarray(shape, np.int64, memory, self.h.area.topk_idx)
+            out["weights", layout] = np.ndarray(shape, np.float32, memory, self.h.area.topk_weights)
+        return out
+
+    # ---- one step of the epoch ----------------------------------------------------------------------------
+
+    cdef epcy_record *begin(self, int op) except NULL:
+        """Start a call: take the next epoch and its record."""
+        cdef epcy_record *record
+        # A rank that refused call n - 1 did not wait there: the record of n - 2 must not be needed any more.
+        self.wait(op, EPCY_WORD_ARRIVED, self.h.epoch)
+        self.h.epoch += 1
+        record = epcy_host_record(&self.h, self.h.rank, self.h.epoch)
+        memset(record, 0, sizeof(epcy_record) - EPCY_TEXT_BYTES)
+        record.op = op
+        epcy_host_phase(&self.h, op, EPCY_PHASE_ARRIVAL)
+        return record
+
+    cdef int arrive(self, int op) except -1:
+        epcy_host_store(&self.h, EPCY_WORD_ARRIVED, self.h.epoch)
+        return self.wait(op, EPCY_WORD_ARRIVED, self.h.epoch)
+
+    cdef int finish(self, int op) except -1:
+        epcy_host_store(&self.h, EPCY_WORD_DONE, self.h.epoch)
+        epcy_host_phase(&self.h, op, EPCY_PHASE_COMPLETION)
+        self.wait(op, EPCY_WORD_DONE, self.h.epoch)
+        epcy_host_phase(&self.h, op, EPCY_PHASE_IDLE)
+        return 0
+
+    def refuse(self, int op, str text):
+        """Take part in a call without data, so that the others learn why and stay in step."""
+        cdef epcy_record *record = self.begin(op)
+        self.publish_refusal(op, text)
+
+    def publish_refusal(self, int op, str text):
+        cdef epcy_record *record = epcy_host_record(&self.h, self.h.rank, self.h.epoch)
+        cdef bytes raw = text.encode()[:EPCY_TEXT_BYTES - 1]
+        memcpy(record.text, <const char *>raw, len(raw))
+        record.text[len(raw)] = 0
+        record.refused = 1
+        epcy_host_store(&self.h, EPCY_WORD_ARRIVED, self.h.epoch)
+        epcy_host_store(&self.h, EPCY_WORD_DONE, self.h.epoch)
+        epcy_host_phase(&self.h, op, EPCY_PHASE_IDLE)
+
+    cdef int wait(self, int op, int word, uint64_t value) except -1:
+        """Wait until `word` of every rank is at least `value`, or raise."""
+        cdef int state
+        cdef double start
+        with nogil:
+            state = epcy_host_wait(&self.h, word, value, SLICE_NS)
+        if state == EPCY_WAIT_DONE:
+            return 0
+        start = time.monotonic() - SLICE_NS * 1e-9
+        while True:
+            if state == EPCY_WAIT_BROKEN:
+                self.give_up(op, word, value, time.monotonic() - start)
+            try:
+                PyErr_CheckSignals()
+            except BaseException:
+                self.break_off()
+                raise
+            dead = [r for r in self.missing(word, value) if self.identities[r].is_dead()]
+            if dead:
+                self.mourn(op, word, dead)
+            left = self.timeout - (time.monotonic() - start)
+            if left <= 0:
+                self.give_up(op, word, value, time.monotonic() - start)
+            limit = min(SLICE_NS, <int64_t>(left * 1e9) + 1)
+            state = self.wait_slice(word, value, limit)
+            if state == EPCY_WAIT_DONE:
+                return 0
+
+    def wait_slice(self, int word, uint64_t value, int64_t slice_ns):
+        cdef int state
+        with nogil:
+            state = epcy_host_wait(&self.h, word, value, slice_ns)
+        return state
+
+    def missing(self, int word, uint64_t value):
+        return [r for r in range(self.h.shape.num_ranks) if epcy_host_word(&self.h, r, word) < value]
+
+    def break_off(self):
+        """Leave the call in progress: from now on the others must not touch this rank's memory, nor wait for it."""
+        self.broken = True
+        epcy_host_store(&self.h, EPCY_WORD_BROKEN, self.h.epoch or 1)
+        epcy_host_phase(&self.h, 0, EPCY_PHASE_IDLE)
+
+    def where(self, ranks):
+        """Say where these ranks are."""
+        cdef const uint8_t *at
+        lines = []
+        for r in ranks[:16]:
+            at = <const uint8_t *>epcy_host_status(&self.h, r)
+            state = status_pages.parse((<const char *>at)[:128])
+            broken = ", gave up" if epcy_host_word(&self.h, r, EPCY_WORD_BROKEN) else ""
+            lines.append(f"rank {r} (pid {self.identities[r].pid}) is {state}{broken}")
+        return "; ".join(lines)
+
+    def give_up(self, int op, int word, uint64_t value, double waited):
+        missing = self.missing(word, value)
+        gone = [r for r in range(self.h.shape.num_ranks)
+                if r != self.h.rank and epcy_host_word(&self.h, r, EPCY_WORD_BROKEN)]
+        name, phase = OPERATIONS[op], WAITED_FOR[word]
+        if word != EPCY_WORD_RESET:
+            self.break_off()
+        culprits = [r for r in missing if r not in gone] or gone or missing
+        if gone and waited < self.timeout:
+            what = f"rank {gone[0]} gave up on this call"
+        else:
+            what = f"gave up after {waited:.2f} s"
+        raise PeerTimeoutError(
+            f"{name} (call {self.h.epoch}) on rank {self.h.rank}: {what}, phase {phase}, expected word {value}, seen "
+            f"{[epcy_host_word(&self.h, r, word) for r in culprits[:16]]}; timeout={self.timeout:g} s; "
+            f"{self.where(culprits)}. Find out what keeps rank {culprits[0]}, give a larger timeout, "
+            "and call reset() on all ranks to go on", culprits, phase, self.h.epoch)
+
+    def mourn(self, int op, int word, list dead):
+        import mpi4py
+
+        self.break_off()
+        mpi4py.rc.finalize = False      # MPI_Finalize would wait for the dead
+        leave_without_finalize()
+        raise PeerError(
+            f"{OPERATIONS[op]} (call {self.h.epoch}) on rank {self.h.rank}: rank {dead[0]} (pid "
+            f"{self.identities[dead[0]].pid}) has ended, phase {WAITED_FOR[word]}; dead ranks: {dead}. "
+            "This Buffer cannot go on; look for that rank's own error and restart the job", dead)
+
+    cdef object disagreement(self):
+        """Compare the records of all ranks: the error that every rank must raise, or None."""
+        cdef epcy_record *first = epcy_host_record(&self.h, 0, self.h.epoch)
+        cdef epcy_record *r
+        cdef int64_t rank, size = self.h.shape.num_ranks
+        cdef bint differs = False
+        for rank in range(size):
+            r = epcy_host_record(&self.h, rank, self.h.epoch)
+            if r.refused and rank != self.h.rank:
+                text = (<bytes>r.text).decode(errors="replace")
+                return PeerError(f"rank {rank} refused {OPERATIONS[r.op]} (call {self.h.epoch}): {text}", [rank])
+            differs |= (r.op != first.op or r.dtype != first.dtype or r.layout != first.layout
+                        or r.cached != first.cached or r.has_weights != first.has_weights
+                        or r.alignment != first.alignment or r.routing != first.routing)
+        return self.mismatch() if differs else None
+
+    def mismatch(self):
+        cdef epcy_record *r
+        rows = []
+        for rank in range(self.h.shape.num_ranks):
+            r = epcy_host_record(&self.h, rank, self.h.epoch)
+            name = OPERATIONS[r.op]
+            rows.append([
+                ("operation", f"in {name}"), ("x.dtype", PAYLOADS[r.dtype]), ("layout", LAYOUTS[r.layout]),
+                ("handle", "given" if r.cached else "not given"),
+                ("topk_weights", "given" if r.has_weights else "not given"), ("expert_alignment", r.alignment),
+                ("handle", f"that of call {r.routing}")])
+        for column in range(len(rows[0])):
+            name, values = rows[0][column][0], [row[column][1] for row in rows]
+            if any(value != values[0] for value in values):
+                break
+        shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:16]))
+        return MismatchError(f"{name}: the ranks disagree in call {self.h.epoch}: {shown}; every rank must make the same "
+                             "calls on a Buffer in the same order")
+
+    # ---- dispatch -----------------------------------------------------------------------------------------
+
+    cdef HostHandle count(self, DispatchCall call, epcy_record *record):
+        """Make a handle: this rank's routes as ordinals, and its counts into the record."""
+        cdef HostHandle handle = HostHandle.__new__(HostHandle)
+        cdef int64_t T = call.topk_idx.shape[0], K = self.h.shape.num_topk
+        cdef int layout = LAYOUTS.index(call.layout)
+        cdef epcy_bad_id bad
+        handle.buffer_token, handle.layout, handle.num_tokens = self.token, call.layout, T
+        handle.expert_alignment, handle.num_worst_tokens = call.expert_alignment, call.num_worst_tokens
+        handle.epoch, handle.num_local = self.h.epoch, epcy_num_local_experts(&self.h.shape)
+        handle.routes = <epcy_route *>malloc(max(1, T * K) * sizeof(epcy_route))
+        handle.expert_numbers = <int64_t *>calloc(2 * handle.num_local + 1, 8)
+        if handle.routes == NULL or handle.expert_numbers == NULL:
+            raise MemoryError
+        with nogil:
+            epcy_host_count(&self.h, call.topk_idx.data, call.topk_idx.kind == KIND_INT64, T, layout, handle.routes,
+                            epcy_host_counts(&self.h, self.h.rank, self.h.epoch),
+                            epcy_host_expert_counts(&self.h, self.h.rank, self.h.epoch), &bad)
+        if bad.num_bad:
+            handle.error = ArgumentError(
+                f"topk_idx[{bad.token}, {bad.lane}]: expected an expert id in 0..{self.h.shape.num_experts - 1} or -1, "
+                f"got {bad.value} (rank {self.h.rank}, token {bad.token}, lane {bad.lane}; {bad.num_bad} such ids in all)")
+        return handle
+
+    cdef object overflow_error(self):
+        """An error for every rank if one that waits for its count has no room for its rows."""
+        cdef int64_t rank, rows, limit = 0
+        for rank in range(self.h.shape.num_ranks):
+            rows = epcy_host_rows(&self.h, rank, &limit)
+            if rows > limit and epcy_host_record(&self.h, rank, self.h.epoch).waits:
+                text = (f"num_max_recv_tokens: rank {rank} would receive {rows} rows in dispatch (call {self.h.epoch}), "
+                        f"its receive area holds {limit}; construct the Buffer with num_max_recv_tokens={rows} or more")
+                return CapacityError(text) if rank == self.h.rank else PeerError(text, [rank])
+        return None
+
+    def dispatch(self, DispatchCall call):
+        cdef epcy_record *record = self.begin(EPCY_OP_DISPATCH)
+        cdef HostHandle handle
+        cdef epcy_host_dispatch d
+        cdef int area = self.next_area
+        cdef bint uncached = call.handle is None
+        try:
+            handle = self.count(call, record) if uncached else call.handle
+        except MemoryError as error:
+            self.publish_refusal(EPCY_OP_DISPATCH, "out of memory")
+            raise HeapError(f"x: no memory for the routes of {call.x.shape[0]} tokens") from error
+        if handle.error is not None and uncached:
+            if call.num_worst_tokens == 0:
+                self.publish_refusal(EPCY_OP_DISPATCH, str(handle.error))
+                raise handle.error
+            self.deferred = handle.error
+        record.dtype, record.layout = call.x.kind, LAYOUTS.index(handle.layout)
+        record.cached, record.has_weights, record.alignment = not uncached, call.topk_weights is not None, handle.expert_alignment
+        record.waits = uncached and call.num_worst_tokens == 0
+        record.routing = 0 if uncached else handle.epoch
+        record.num_tokens, record.limit = call.x.shape[0], call.num_worst_tokens or self.h.shape.num_rows
+        record.area_offset = self.h.heap.receive[area]
+        self.arrive(EPCY_OP_DISPATCH)
+
+        error = self.disagreement()
+        if error is None and uncached:
+            error = self.overflow_error()
+        if error is not None and (call.num_worst_tokens == 0 or isinstance(error, MismatchError)):
+            epcy_host_phase(&self.h, EPCY_OP_DISPATCH, EPCY_PHASE_IDLE)
+            raise error
+
+        self.next_area = (area + 1) % EPCY_NUM_AREAS
+        (<Area>self.areas[area]).generation += 1
+        memset(&d, 0, sizeof(d))
+        d.x, d.x_stride_bytes, d.num_tokens = call.x.data, call.x.strides[0], call.x.shape[0]
+        d.row_bytes = self.h.shape.hidden * call.x.item_bytes()
+        if call.scales is not None:
+            d.scales, d.num_scales = call.scales.data, epcy_num_scales(self.h.shape.hidden)
+        if call.topk_weights is not None:
+            d.topk_weights = <float *>call.topk_weights.data
+        d.routes, d.expert_counts, d.num_rows = handle.routes, handle.expert_numbers, handle.num_true_rows
+        d.expert_offsets = handle.expert_numbers + handle.num_local
+        d.fill_to = handle.num_worst_tokens
+        epcy_host_phase(&self.h, EPCY_OP_DISPATCH, EPCY_PHASE_DATA)
+        if error is not None:       # a refusal that this call reports later: it moves nothing
+            self.nothing_came(handle, error)
+            d.num_tokens = 0
+            uncached = False
+        with nogil:
+            if uncached:
+                epcy_host_place(&self.h, &d)
+            epcy_host_send(&self.h, &d)
+        if uncached:
+            handle.num_true_rows = d.num_rows
+            handle.num_rows = call.num_worst_tokens or d.num_rows
+            if d.num_rows > handle.num_rows and handle.error is None:
+                handle.error = self.deferred = CapacityError(
+                    f"num_worst_tokens: rank {self.h.rank} received {d.num_rows} rows in dispatch (call {self.h.epoch}), "
+                    f"num_worst_tokens={handle.num_rows}; the rest was dropped: give num_worst_tokens={d.num_rows} or more")
+        self.finish(EPCY_OP_DISPATCH)
+        return self.result(call, handle, area)
+
+    def nothing_came(self, HostHandle handle, error):
+        cdef int64_t i
+        handle.error = self.deferred = error
+        handle.num_rows, handle.num_true_rows = handle.num_worst_tokens, 0
+        for i in range(handle.num_tokens * self.h.shape.num_topk):
+            handle.routes[i].row = -1
+
+    cdef Dispatch result(self, DispatchCall call, HostHandle handle, int area):
+        cdef Dispatch r = Dispatch.__new__(Dispatch)
+        cdef dict views = self.receive_views[area]
+        cdef int64_t n = handle.num_rows
+        r._area = self.areas[area]
+        r._generation = r._area.generation
+        r._recv_x = views[call.x.kind][:n]
+        if call.scales is not None:
+            r._recv_x = r._recv_x, views["scales"][:n]
+        r._recv_topk_idx = views["idx", handle.layout][:n]
+        if call.topk_weights is not None:
+            r._recv_topk_weights = views["weights", handle.layout][:n]
+        if handle.num_worst_tokens == 0:
+            r.num_recv_tokens_per_expert = [handle.expert_numbers[i] for i in range(handle.num_local)]
+        r.handle, r.event = handle, completed()
+        if call.out is not None:
+            own(r, call.out, n)
+        return r
+
+    # ---- combine ------------------------------------------------------------------------------------------
+
+    def combine_input(self, HostHandle handle, int kind):
+        """Give out a combine area, until the combine that uses it."""
+        cdef int area
+        for area in range(EPCY_NUM_AREAS):
+            if not self.taken[area]:
+                self.taken[area] = True
+                return self.combine_views[area][kind][:handle.num_rows]
+        raise StateError(f"combine_input: both combine areas are given out (rank {self.h.rank}); call combine with one "
+                         "of them first")
+
+    def dtype_fits(self, int kind):
+        return kind in self.combine_views[0]
+
+    cdef int64_t offset_in_heap(self, Array array) noexcept:
+        """Where a contiguous array lies in this rank's allocation, or -1."""
+        cdef char *start = self.h.base[self.h.rank]
+        cdef int64_t nbytes = array.shape[0] * array.shape[1] * array.item_bytes()
+        if array.is_contiguous and start <= array.data and array.data + nbytes <= start + self.h.heap.bytes:
+            return array.data - start
+        return -1
+
+    def prepare_combine(self, CombineCall call):
+        """Find out where x and the weights lie, and a combine area for what lies outside; local."""
+        cdef int i
+        cdef bint stage_weights = False
+        call.x_offset, call.weights_offset, call.area, call.consumed = self.offset_in_heap(call.x), -1, -1, -1
+        for i in range(EPCY_NUM_AREAS):
+            if 0 <= call.x_offset - self.h.heap.combine[i] < self.h.area.bytes:
+                call.area = call.consumed = i
+        if call.handle.layout == "rank" and call.topk_weights is not None:
+            call.weights_offset = self.offset_in_heap(call.topk_weights)
+            stage_weights = call.weights_offset < 0
+        if call.area < 0 and (call.x_offset < 0 or stage_weights):
+            call.area = 0 if not self.taken[0] else 1
+            if self.taken[call.area]:
+                raise StateError(f"x: it lies outside the Buffer's memory, and both combine areas are given out by "
+                                 f"combine_input (rank {self.h.rank}); combine one of those first")
+
+    cdef int stage(self, CombineCall call) except -1:
+        """Copy what lies outside the symmetric memory into the combine area."""
+        cdef char *area = self.h.base[self.h.rank]
+        cdef int64_t row_bytes = call.x.shape[1] * call.x.item_bytes(), i, at
+        if call.x_offset < 0:
+            call.x_offset = at = self.h.heap.combine[call.area] + self.h.area.payload
+            with nogil:
+                for i in range(call.x.shape[0]):
+                    memcpy(area + at + i * row_bytes, call.x.data + i * call.x.strides[0], row_bytes)
+        if call.out_weights is not None and call.weights_offset < 0:
+            call.weights_offset = at = self.h.heap.combine[call.area] + self.h.area.topk_weights
+            memcpy(area + at, call.topk_weights.data, call.topk_weights.shape[0] * self.h.shape.num_topk * 4)
+        return 0
+
+    def combine(self, CombineCall call):
+        cdef epcy_record *record = self.begin(EPCY_OP_COMBINE)
+        cdef HostHandle handle = call.handle
+        cdef epcy_host_combine c
+        self.stage(call)
+        record.dtype, record.layout, record.alignment = call.x.kind, LAYOUTS.index(handle.layout), handle.expert_alignment
+        record.has_weights, record.routing = call.topk_weights is not None, handle.epoch
+        record.num_tokens, record.area_offset, record.weights_offset = handle.num_tokens, call.x_offset, call.weights_offset
+        self.arrive(EPCY_OP_COMBINE)
+        error = self.disagreement()
+        if error is not None:
+            epcy_host_phase(&self.h, EPCY_OP_COMBINE, EPCY_PHASE_IDLE)
+            raise error
+
+        memset(&c, 0, sizeof(c))
+        c.routes, c.num_tokens, c.dtype, c.out = handle.routes, handle.num_tokens, call.x.kind, call.out.data
+        if call.bias0 is not None:
+            c.bias[0] = call.bias0.data
+        if call.bias1 is not None:
+            c.bias[1] = call.bias1.data
+        if call.out_weights is not None:
+            c.out_weights = <float *>call.out_weights.data
+        elif call.topk_weights is not None:
+            c.topk_weights = <float *>call.topk_weights.data
+        epcy_host_phase(&self.h, EPCY_OP_COMBINE, EPCY_PHASE_DATA)
+        with nogil:
+            epcy_host_combine_rows(&self.h, &c)
+        self.finish(EPCY_OP_COMBINE)
+        if call.consumed >= 0:
+            self.taken[call.consumed] = False
+        cdef Combine r = Combine.__new__(Combine)
+        r.combined_x, r.combined_topk_weights, r.event = call.out.owner, None, completed()
+        if call.out_weights is not None:
+            r.combined_topk_weights = call.out_weights.owner
+        return r
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    def barrier(self, int op=EPCY_OP_BARRIER):
+        """Wait for every rank to come here."""
+        self.begin(op)
+        self.arrive(op)
+        error = self.disagreement()
+        epcy_host_phase(&self.h, op, EPCY_PHASE_IDLE)
+        if error is not None:
+            raise error
+
+    def touch(self, int64_t rows):
+        """Let the kernel map this rank's pages now."""
+        for view in (*self.receive_views, *self.combine_views):
+            for array in view.values():
+                array[:rows].view(np.uint8).fill(0)
+
+    def take_deferred(self):
+        """The error that waits to be raised, once."""
+        error, self.deferred = self.deferred, None
+        return error
+
+    def reset(self):
+        """Bring every rank to one epoch again, over words in shared memory alone.
+
+        Two rounds: all have come and left their calls; all have the new epoch.
+        """
+        cdef uint64_t most
+        if self.num_resets % 2 == 0:
+            epcy_host_store(&self.h, EPCY_WORD_EPOCH, self.h.epoch)
+            self.num_resets += 1
+            epcy_host_store(&self.h, EPCY_WORD_RESET, self.num_resets)
+        self.wait(0, EPCY_WORD_RESET, self.num_resets)
+        most = max([epcy_host_word(&self.h, r, EPCY_WORD_EPOCH) for r in range(self.h.shape.num_ranks)])
+        self.h.epoch = most + 2
+        epcy_host_store(&self.h, EPCY_WORD_ARRIVED, self.h.epoch)
+        epcy_host_store(&self.h, EPCY_WORD_DONE, self.h.epoch)
+        epcy_host_store(&self.h, EPCY_WORD_BROKEN, 0)
+        self.num_resets += 1
+        epcy_host_store(&self.h, EPCY_WORD_RESET, self.num_resets)
+        self.wait(0, EPCY_WORD_RESET, self.num_resets)
+        self.next_area = 0
+        for area in self.areas:
+            (<Area>area).generation += 1
+        self.taken[0] = self.taken[1] = False
+        self.broken, self.deferred = False, None
+
+    def close(self, bint together):
+        """Give the memory back; `together` frees the window, which is collective."""
+        from mpi4py import MPI
+
+        for area in self.areas:
+            (<Area>area).generation += 1
+        try:
+            if together:
+                self.barrier(EPCY_OP_FREE)
+        finally:
+            self.receive_views = self.combine_views = None
+            if self.page_path is not None:
+                self.h.page = NULL
+                try:
+                    os.unlink(self.page_path)
+                except FileNotFoundError:
+                    pass
+                self.page = self.page_path = None
+            together = together and not self.broken and not MPI.Is_finalized()
+            if together:
+                self.window.Free()
+                self.comm.Free()
+
+
+def own(Dispatch r, out, n):
+    """Turn a result's views into the user's own arrays."""
+    views = r._recv_x if isinstance(r._recv_x, tuple) else (r._recv_x,)
+    if out is True:
+        arrays = [np.array(view) for view in views]
+    else:
+        arrays = [array[:n] for array in (out if isinstance(out, tuple) else (out,))]
+        for array, view in zip(arrays, views):
+            array[...] = view
+    r._recv_x = tuple(arrays) if len(arrays) > 1 else arrays[0]
+    r._recv_topk_idx = np.array(r._recv_topk_idx)
+    if r._recv_topk_weights is not None:
+        r._recv_topk_weights = np.array(r._recv_topk_weights)
+    r._area = None
+
+
+def leave_without_finalize():
+    """See to it that the interpreter's end does not run MPI_Finalize, which would wait for a dead rank."""

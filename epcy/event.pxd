@@ -1,0 +1,5 @@
+cdef class Event:
+    """A point of a stream."""
+
+
+cdef Event completed()

@@ -1,0 +1,33 @@
+"""C declarations of epcy/layout.h, for cimport: where things lie in a Buffer's memory."""
+
+from libc.stdint cimport int64_t
+
+
+cdef extern from "epcy/layout.h" nogil:
+    enum:
+        EPCY_PAGE_BYTES
+        EPCY_LINE_BYTES
+        EPCY_SCALE_GROUP
+        EPCY_NUM_AREAS
+
+    ctypedef struct epcy_shape:
+        int64_t num_ranks, num_experts, num_topk, num_max_tokens, hidden, row_bytes, num_rows
+
+    ctypedef struct epcy_area:
+        int64_t payload, scales, topk_idx, topk_weights, bytes
+
+    ctypedef struct epcy_heap:
+        int64_t control
+        int64_t receive[2]
+        int64_t combine[2]
+        int64_t bytes
+
+    int64_t epcy_round_up(int64_t value, int64_t multiple)
+    int64_t epcy_num_local_experts(const epcy_shape *shape)
+    int64_t epcy_num_scales(int64_t hidden)
+    epcy_area epcy_area_layout(const epcy_shape *shape)
+    epcy_heap epcy_heap_layout(const epcy_shape *shape, int64_t control_bytes)
+    int64_t epcy_default_num_rows(const epcy_shape *shape)
+    int64_t epcy_rank_of_expert(int64_t expert, int64_t num_local)
+    int64_t epcy_local_expert(int64_t expert, int64_t num_local)
+    int64_t epcy_padded(int64_t count, int64_t alignment)

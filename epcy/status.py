@@ -1,0 +1,106 @@
+"""The status page of a rank: a small private file that says where it is, read by `python -m epcy` and by error texts.
+
+The page is mapped memory; the C code of the backend writes it with plain stores. Layout: `epcy_status` in
+epcy/host.h.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import stat
+import struct
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from epcy.errors import ArgumentError
+
+__all__ = ["OPERATIONS", "PHASES", "Status", "folder", "open_page", "parse", "read_all"]
+
+OPERATIONS = ("nothing", "dispatch", "combine", "barrier", "free")
+PHASES = ("idle", "arrival", "data", "completion")
+PAGE_BYTES = mmap.PAGESIZE
+_FORMAT = struct.Struct("<QiiiiiiQq5q")
+_MAGIC = 0x7375746174737965
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a rank is: its operation, the phase of it, the number of the call (epoch), and since when."""
+
+    pid: int
+    rank: int
+    size: int
+    operation: str
+    phase: str
+    epoch: int
+    age: float  # s since it entered the phase
+    num_calls: dict[str, int]
+
+    def __str__(self) -> str:
+        if self.phase == "idle":
+            return f"outside of epcy for {self.age:.1f} s, after call {self.epoch}"
+        return f"in {self.operation} (call {self.epoch}), phase {self.phase}, for {self.age:.1f} s"
+
+
+def folder(given: str | None = None) -> Path:
+    """Return the private folder of status pages, made with mode 0700 if it is not there.
+
+    Raises
+    ------
+    ArgumentError
+        The folder is another user's, or others may write to it.
+    """
+    path = Path(given or os.path.join(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), f"epcy-{os.getuid()}"))
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o022:
+        raise ArgumentError(
+            f"status_dir: expected a folder of this user that nobody else may write to, got {os.fspath(path)!r} "
+            f"(owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o}); set EPCY_STATUS_DIR, or to '' for none"
+        )
+    return path
+
+
+def open_page(directory: Path, rank: int) -> tuple[mmap.mmap, Path]:
+    """Make this rank's page (mode 0600) and map it."""
+    path = directory / f"{os.getpid()}-{next(_serial)}-{rank}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, PAGE_BYTES)
+        return mmap.mmap(descriptor, PAGE_BYTES), path
+    finally:
+        os.close(descriptor)
+
+
+def parse(data: bytes) -> Status | None:
+    """Read one page; None if it is not (yet) one."""
+    if len(data) < _FORMAT.size:
+        return None
+    magic, version, pid, rank, size, op, phase, epoch, since_ns, *calls = _FORMAT.unpack_from(data)
+    if magic != _MAGIC or version != 1 or not (0 <= op < len(OPERATIONS) and 0 <= phase < len(PHASES)):
+        return None
+    age = max(0.0, time.monotonic() - since_ns * 1e-9)
+    return Status(pid, rank, size, OPERATIONS[op], PHASES[phase], epoch, age, dict(zip(OPERATIONS, calls, strict=True)))
+
+
+def read_all(given: str | None = None) -> list[Status]:
+    """Read the pages of this user's live ranks on this machine; pages of ended processes are removed."""
+    found = []
+    directory = folder(given)
+    for path in sorted(directory.iterdir()):
+        with contextlib.suppress(OSError):
+            pid = path.name.partition("-")[0]
+            if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+                path.unlink()
+                continue
+            status = parse(path.read_bytes())
+            if status is not None:
+                found.append(status)
+    return found

@@ -1,0 +1,140 @@
+/* The host backend: C kernels over shared memory. One rank enters each call with a record in its own control block and
+ * an epoch; everybody reads everybody's record. No MPI here. */
+#ifndef EPCY_HOST_H
+#define EPCY_HOST_H
+
+#include <stdint.h>
+
+#include "epcy/layout.h"
+
+#define EPCY_TEXT_BYTES 512
+
+enum epcy_op { EPCY_OP_NONE, EPCY_OP_DISPATCH, EPCY_OP_COMBINE, EPCY_OP_BARRIER, EPCY_OP_FREE };
+enum epcy_phase { EPCY_PHASE_IDLE, EPCY_PHASE_ARRIVAL, EPCY_PHASE_DATA, EPCY_PHASE_COMPLETION };
+enum epcy_dtype { EPCY_BF16, EPCY_FP16, EPCY_FP32, EPCY_FP8, EPCY_NUM_DTYPES };
+enum epcy_layout { EPCY_LAYOUT_RANK, EPCY_LAYOUT_EXPERT };
+enum epcy_word { EPCY_WORD_ARRIVED, EPCY_WORD_DONE, EPCY_WORD_BROKEN, EPCY_WORD_RESET, EPCY_WORD_EPOCH, EPCY_NUM_WORDS };
+enum epcy_wait { EPCY_WAIT_DONE, EPCY_WAIT_PENDING, EPCY_WAIT_BROKEN };
+
+/* Where a rank is, for other ranks' error texts and for `python -m epcy top`. */
+typedef struct epcy_status {
+  uint64_t magic;
+  int32_t version, pid, rank, size;
+  int32_t op, phase;
+  uint64_t epoch;
+  int64_t since_ns; /* CLOCK_MONOTONIC */
+  int64_t num_calls[5]; /* by operation */
+} epcy_status;
+#define EPCY_STATUS_MAGIC 0x7375746174737965ull
+#define EPCY_STATUS_VERSION 1
+
+/* What a rank says when it enters a call. Fields up to `has_weights` must be equal on all ranks. */
+typedef struct epcy_record {
+  int32_t op, dtype, layout, cached, has_weights;
+  int32_t refused; /* this rank takes part without data; `text` says why */
+  int32_t waits;   /* its host waits for the counts, so an overflow is refused and not clipped */
+  int32_t unused;
+  int64_t alignment;
+  uint64_t routing;    /* epoch of the dispatch that made the handle: equal on all ranks too */
+  int64_t num_tokens;  /* T */
+  int64_t limit;       /* rows it can take */
+  int64_t area_offset; /* dispatch: the receive area it gives; combine: where y lies */
+  int64_t weights_offset; /* combine: where its (N, K) weights lie */
+  char text[EPCY_TEXT_BYTES];
+  /* followed by int64_t counts[R], expert_counts[E] */
+} epcy_record;
+
+/* Lane `lane` of a token goes to row `row` of rank `rank`; a token's K routes are ordered by (rank, lane), unused
+ * lanes last with rank -1. Row -1: clipped by the receiver's limit. */
+typedef struct epcy_route {
+  int32_t rank, lane, local_expert, unused;
+  int64_t row;
+} epcy_route;
+
+struct epcy_pool;
+
+/* One Buffer of one process. */
+typedef struct epcy_host {
+  epcy_shape shape;
+  epcy_area area;
+  epcy_heap heap;
+  int64_t rank;
+  char **base; /* base[r]: rank r's allocation as mapped here */
+  uint64_t epoch; /* of the last call this rank entered */
+  double spin_us;
+  epcy_status *page; /* the status file, or NULL */
+  int64_t *scratch;       /* R + E numbers for the call in progress */
+  struct epcy_pool *pool; /* NULL: one thread */
+} epcy_host;
+
+/* A dispatch as the kernels need it. */
+typedef struct epcy_host_dispatch {
+  const char *x;
+  int64_t x_stride_bytes, row_bytes; /* row_bytes: of this payload */
+  const char *scales;                /* NULL, or (T, num_scales) float32 */
+  int64_t num_scales;
+  const float *topk_weights; /* NULL, or (T, K) */
+  int64_t num_tokens;
+  epcy_route *routes; /* (T, K), owned by the handle */
+  int64_t num_rows;   /* out: rows of this rank, unclipped */
+  int64_t *expert_counts;  /* out: (L,) of this rank, unpadded */
+  int64_t *expert_offsets; /* out: (L + 1,) starts of the padded groups */
+  int64_t fill_to;         /* rows up to here that get topk_idx -1 (worst case) */
+} epcy_host_dispatch;
+
+/* A combine. */
+typedef struct epcy_host_combine {
+  const epcy_route *routes;
+  int64_t num_tokens;
+  int32_t dtype;
+  const float *topk_weights; /* expert layout: NULL or the source's (T, K) */
+  const char *bias[2];       /* NULL or (T, H) of the payload type */
+  char *out;                 /* (T, H) */
+  float *out_weights;        /* rank layout: NULL or (T, K) */
+} epcy_host_combine;
+
+/* A first wrong id of topk_idx. */
+typedef struct epcy_bad_id {
+  int64_t num_bad, token, lane, value;
+} epcy_bad_id;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* control.c: words, records, waits, status. */
+int64_t epcy_host_control_bytes(const epcy_shape *shape);
+int epcy_host_open(epcy_host *h, double spin_us, int num_threads); /* 0, or an errno */
+void epcy_host_close(epcy_host *h);
+epcy_status *epcy_host_status(const epcy_host *h, int64_t rank);
+epcy_record *epcy_host_record(const epcy_host *h, int64_t rank, uint64_t epoch);
+int64_t *epcy_host_counts(const epcy_host *h, int64_t rank, uint64_t epoch);
+int64_t *epcy_host_expert_counts(const epcy_host *h, int64_t rank, uint64_t epoch);
+uint64_t epcy_host_word(const epcy_host *h, int64_t rank, int word);
+void epcy_host_store(epcy_host *h, int word, uint64_t value);
+void epcy_host_phase(epcy_host *h, int op, int phase);
+/* Wait until `word` of every rank is at least `value`; at most slice_ns. */
+int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_ns);
+
+/* dispatch.c */
+void epcy_host_count(const epcy_host *h, const void *topk_idx, int is_int64, int64_t num_tokens, int layout,
+                     epcy_route *routes, int64_t *counts, int64_t *expert_counts, epcy_bad_id *bad);
+int64_t epcy_host_rows(const epcy_host *h, int64_t rank, int64_t *limit); /* rows that come to `rank` in this call */
+void epcy_host_place(const epcy_host *h, epcy_host_dispatch *call);
+void epcy_host_send(epcy_host *h, const epcy_host_dispatch *call);
+
+/* combine.c */
+void epcy_host_combine_rows(epcy_host *h, const epcy_host_combine *call);
+
+/* simd.c: casts between float32 and what travels; `level` 0 is the portable path. */
+int epcy_simd_level(void);
+int epcy_simd_limit(int level); /* use no more than `level`; returns what is used */
+void epcy_cast_to_fp8(const void *x, int dtype, int64_t num_rows, int64_t hidden, int power_of_two, uint8_t *payload,
+                      float *scales);
+void epcy_cast_from_fp8(const uint8_t *payload, const float *scales, int64_t num_rows, int64_t hidden, int dtype,
+                        void *out);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

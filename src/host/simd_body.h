@@ -1,0 +1,216 @@
+/* The arithmetic itself, in GCC/Clang vectors of 16 float32. Each simd_*.c sets its target and includes this once, with
+ * EPCY_SIMD_TABLE naming the table. Every path gives the same bits: only exact integer steps and single IEEE operations
+ * are used, in one order; -ffp-contract=off keeps multiply and add apart. */
+#include <string.h>
+
+#include "simd.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi" /* every function that takes a vector is inlined: no ABI is involved */
+#endif
+
+#define V 16
+typedef float vf __attribute__((vector_size(4 * V)));
+typedef uint32_t vu __attribute__((vector_size(4 * V)));
+typedef int32_t vi __attribute__((vector_size(4 * V)));
+typedef uint16_t vh __attribute__((vector_size(2 * V)));
+typedef uint8_t vb __attribute__((vector_size(V)));
+#define ALWAYS static inline __attribute__((always_inline))
+
+ALWAYS vu bits(vf x) { return (vu)x; }
+ALWAYS vf splat(float x) { return x - (vf){0}; }
+ALWAYS vu pick(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
+ALWAYS vu magnitude(vf x) { return bits(x) & 0x7FFFFFFFu; }
+ALWAYS vi is_nan(vf x) { return (vi)(magnitude(x) > 0x7F800000u); }
+
+/* Tokens' elements arrive as bytes at any address; `count` < V only in a row's last block. */
+ALWAYS vh load_half(const char *p, int count) {
+  vh h = {0};
+  memcpy(&h, p, count == V ? sizeof h : (size_t)count * 2);
+  return h;
+}
+ALWAYS void store_half(char *p, vh h, int count) { memcpy(p, &h, count == V ? sizeof h : (size_t)count * 2); }
+
+ALWAYS vf load_bf16(const char *p, int count) {
+  return (vf)(__builtin_convertvector(load_half(p, count), vu) << 16);
+}
+ALWAYS void store_bf16(char *p, vf x, int count) {
+  const vu u = bits(x), rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+  store_half(p, __builtin_convertvector(pick(is_nan(x), (vu){0} + 0x7FC0u, rounded), vh), count);
+}
+
+#if defined(__F16C__) && defined(__AVX512F__)
+ALWAYS vf load_fp16(const char *p, int count) { return (vf)_mm512_cvtph_ps((__m256i)load_half(p, count)); }
+ALWAYS vu half_of(vf x) { return __builtin_convertvector((vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT), vu); }
+#elif defined(__F16C__)
+ALWAYS vf load_fp16(const char *p, int count) {
+  const vh h = load_half(p, count);
+  union {
+    __m256 part[2];
+    vf whole;
+  } u;
+  u.part[0] = _mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)h));
+  u.part[1] = _mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)h, 1));
+  return u.whole;
+}
+ALWAYS vu half_of(vf x) {
+  union {
+    vf whole;
+    __m256 part[2];
+  } u = {x};
+  const __m128i low = _mm256_cvtps_ph(u.part[0], _MM_FROUND_TO_NEAREST_INT);
+  const __m128i high = _mm256_cvtps_ph(u.part[1], _MM_FROUND_TO_NEAREST_INT);
+  return __builtin_convertvector((vh)_mm256_set_m128i(high, low), vu);
+}
+#else
+ALWAYS vf load_fp16(const char *p, int count) {
+  const vu h = __builtin_convertvector(load_half(p, count), vu), em = h & 0x7FFFu, sign = (h & 0x8000u) << 16;
+  const vu normal = (em << 13) + (112u << 23), special = (em << 13) + (224u << 23);
+  const vu tiny = bits(__builtin_convertvector((vi)em, vf) * splat(0x1p-24f));
+  return (vf)(sign | pick((vi)(em < 0x400u), tiny, pick((vi)(em >= 0x7C00u), special, normal)));
+}
+ALWAYS vu half_of(vf x) {
+  const vu u = magnitude(x), sign = (bits(x) >> 16) & 0x8000u;
+  const vu normal = (u - (112u << 23) + 0xFFFu + ((u >> 13) & 1u)) >> 13;
+  const vu tiny = bits((vf)u + splat(0.5f)) - bits(splat(0.5f)); /* the addition rounds to multiples of 2^-24 */
+  return sign | pick((vi)(u >= 0x47800000u), (vu){0} + 0x7C00u, pick((vi)(u < 0x38800000u), tiny, normal));
+}
+#endif
+ALWAYS void store_fp16(char *p, vf x, int count) {
+  store_half(p, __builtin_convertvector(pick(is_nan(x), (vu){0} + 0x7E00u, half_of(x)), vh), count);
+}
+
+ALWAYS vf load_fp32(const char *p, int count) {
+  vf x = {0};
+  memcpy(&x, p, count == V ? sizeof x : (size_t)count * 4);
+  return x;
+}
+ALWAYS void store_fp32(char *p, vf x, int count) {
+  const vu u = pick(is_nan(x), (vu){0} + 0x7FC00000u, bits(x));
+  memcpy(p, &u, count == V ? sizeof u : (size_t)count * 4);
+}
+
+/* e4m3 (OCP 8-bit floating point, 1.0): bias 7, no infinity, S.1111.111 is NaN, largest 448, smallest step 2^-9. */
+ALWAYS vu e4m3_of(vf x) {
+  const vu sign = (bits(x) >> 24) & 0x80u, limit = (vu){0} + 0x43E00000u;
+  vu u = magnitude(x);
+  u = pick((vi)(u > limit), limit, u); /* saturate at 448 */
+  const vu normal = (u - (120u << 23) + 0x7FFFFu + ((u >> 20) & 1u)) >> 20;
+  const vu tiny = bits((vf)u + splat(0x1p14f)) - bits(splat(0x1p14f)); /* rounds to multiples of 2^-9 */
+  return pick(is_nan(x), (vu){0} + 0x7Fu, sign | pick((vi)(u < 0x3C800000u), tiny, normal));
+}
+ALWAYS vf from_e4m3(vu b) {
+  const vu em = b & 0x7Fu, sign = (b & 0x80u) << 24, normal = (em << 20) + (120u << 23);
+  const vu tiny = bits(__builtin_convertvector((vi)em, vf) * splat(0x1p-9f));
+  return (vf)(sign | pick((vi)(em == 0x7Fu), (vu){0} + 0x7FC00000u, pick((vi)(em < 8u), tiny, normal)));
+}
+
+/* One block of V elements of a token's sum. */
+#define EPCY_DEFINE_SUM(NAME, ITEM)                                                                     \
+  ALWAYS void block_##NAME(char *out, const epcy_sum *s, int64_t at, int count) {                       \
+    vf acc = {0};                                                                                       \
+    for (int i = 0; i < s->num_plain; i++) acc += load_##NAME(s->plain[i] + at, count);                 \
+    for (int g = 0, i = 0; g < s->num_groups; g++) {                                                    \
+      vf part = {0};                                                                                    \
+      for (; i < s->group_end[g]; i++) part += splat(s->weights[i]) * load_##NAME(s->lanes[i] + at, count); \
+      char rounded[V * ITEM];                                                                           \
+      store_##NAME(rounded, part, V);                                                                   \
+      acc += load_##NAME(rounded, V);                                                                   \
+    }                                                                                                   \
+    store_##NAME(out + at, acc, count);                                                                 \
+  }                                                                                                     \
+  static void sum_##NAME(char *out, const epcy_sum *s, int64_t hidden) {                                \
+    int64_t j = 0;                                                                                      \
+    for (; j + V <= hidden; j += V) block_##NAME(out, s, j *ITEM, V);                                   \
+    if (j < hidden) block_##NAME(out, s, j *ITEM, (int)(hidden - j));                                   \
+  }
+EPCY_DEFINE_SUM(bf16, 2)
+EPCY_DEFINE_SUM(fp16, 2)
+EPCY_DEFINE_SUM(fp32, 4)
+
+ALWAYS vf load_any(const char *x, int dtype, int64_t j) {
+  switch (dtype) {
+    case EPCY_BF16: return load_bf16(x + j * 2, V);
+    case EPCY_FP16: return load_fp16(x + j * 2, V);
+    default: return load_fp32(x + j * 4, V);
+  }
+}
+
+/* A group's scale: amax / 448 with amax floored at 1e-4, or the smallest power of two not below that. */
+static float fp8_scale(float amax, int power_of_two) {
+  float scale = amax / 448.0f;
+  uint32_t u;
+  memcpy(&u, &scale, 4);
+  if (power_of_two && u < 0x7F800000u && (u & 0x7FFFFFu)) {
+    u = ((u >> 23) + 1) << 23;
+    memcpy(&scale, &u, 4);
+  }
+  return scale;
+}
+
+static void row_to_fp8(const char *x, int dtype, int64_t hidden, int power_of_two, uint8_t *payload, float *scales) {
+  for (int64_t group = 0; group * EPCY_SCALE_GROUP < hidden; group++) {
+    const int64_t begin = group * EPCY_SCALE_GROUP;
+    vu top = {0}; /* magnitudes compare as integers, NaN above all */
+    for (int64_t j = begin; j < begin + EPCY_SCALE_GROUP; j += V) {
+      const vu u = magnitude(load_any(x, dtype, j));
+      top = pick((vi)(u > top), u, top);
+    }
+    uint32_t most = 0x38D1B717u; /* 1e-4f */
+    for (int i = 0; i < V; i++) most = top[i] > most ? top[i] : most;
+    if (most > 0x7F800000u) most = 0x7FC00000u;
+    float amax;
+    memcpy(&amax, &most, 4);
+    const float scale = fp8_scale(amax, power_of_two);
+    const float factor = power_of_two ? 1.0f / scale : 448.0f / amax;
+    scales[group] = scale;
+    for (int64_t j = begin; j < begin + EPCY_SCALE_GROUP; j += V) {
+      const vb b = __builtin_convertvector(e4m3_of(load_any(x, dtype, j) * splat(factor)), vb);
+      memcpy(payload + j, &b, sizeof b);
+    }
+  }
+}
+
+static void row_from_fp8(const uint8_t *payload, const float *scales, int64_t hidden, int dtype, char *out) {
+  for (int64_t j = 0; j < hidden; j += V) {
+    const int count = hidden - j < V ? (int)(hidden - j) : V; /* V divides the scale group */
+    vb b = {0};
+    memcpy(&b, payload + j, (size_t)count);
+    const vf x = from_e4m3(__builtin_convertvector(b, vu)) * splat(scales[j / EPCY_SCALE_GROUP]);
+    switch (dtype) {
+      case EPCY_BF16: store_bf16(out + j * 2, x, count); break;
+      case EPCY_FP16: store_fp16(out + j * 2, x, count); break;
+      default: store_fp32(out + j * 4, x, count);
+    }
+  }
+}
+
+static void stream_row(char *dst, const char *src, int64_t bytes) {
+#if defined(__AVX512F__)
+  if (((uintptr_t)dst | (uint64_t)bytes) % 64 == 0) {
+    for (int64_t i = 0; i < bytes; i += 64) _mm512_stream_si512((void *)(dst + i), _mm512_loadu_si512(src + i));
+    return;
+  }
+#endif
+#if defined(__AVX2__)
+  if (((uintptr_t)dst | (uint64_t)bytes) % 32 == 0) {
+    for (int64_t i = 0; i < bytes; i += 32)
+      _mm256_stream_si256((__m256i *)(dst + i), _mm256_loadu_si256((const __m256i *)(src + i)));
+    return;
+  }
+#endif
+#if defined(__SSE2__)
+  if (((uintptr_t)dst | (uint64_t)bytes) % 16 == 0) {
+    for (int64_t i = 0; i < bytes; i += 16)
+      _mm_stream_si128((__m128i *)(dst + i), _mm_loadu_si128((const __m128i *)(src + i)));
+    return;
+  }
+#endif
+  memcpy(dst, src, (size_t)bytes);
+}
+
+const epcy_simd EPCY_SIMD_TABLE = {stream_row, {sum_bf16, sum_fp16, sum_fp32, NULL}, row_to_fp8, row_from_fp8};
