@@ -105,6 +105,24 @@ cdef extern from "epcy/host.h" nogil:
                           uint8_t *payload, float *scales)
     void epcy_cast_from_fp8(const uint8_t *payload, const float *scales, int64_t num_rows, int64_t hidden, int dtype,
                             void *out)
+    void epcy_host_bound_exit()
+    int epcy_host_guard(void *address, int64_t nbytes)
+    void epcy_host_unguard(void *address, int64_t nbytes)
+    int64_t epcy_host_untouched(void *address, int64_t nbytes)
+
+
+cdef class Heap:
+    """A rank's own part of the window: its addresses stay valid while an array looks at them."""
+
+    cdef object __weakref__
+    cdef object window                  # keeps the memory mapped; None after free()
+    cdef char *start
+    cdef int64_t nbytes
+    cdef int num_ranks
+    cdef bint guarded                   # empty pages stand where the memory was
+
+    cdef int64_t untouched(self) noexcept
+    cdef int close(self) except -1
 
 
 cdef class HostHandle(Handle):
@@ -118,7 +136,8 @@ cdef class HostBackend:
     cdef epcy_host h
     cdef readonly bint broken
     cdef readonly double timeout
-    cdef object comm, window, token, identities, page, page_path
+    cdef Heap heap
+    cdef object comm, token, identities, page, page_path
     cdef list areas                     # the receive areas' generations
     cdef list receive_views, combine_views
     cdef bint taken[2]                  # combine areas given out by combine_input

@@ -8,6 +8,7 @@ constructor and before `free`.
 
 import os
 import time
+import weakref
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
@@ -30,6 +31,10 @@ from epcy.errors import (
     ArgumentError, BackendError, CapacityError, HeapError, MismatchError, PeerError, PeerTimeoutError, StateError)
 
 cdef int64_t SLICE_NS = 100_000_000     # how long a wait stays in C before it looks for Ctrl-C and dead ranks
+
+cdef extern from "Python.h":
+    int Py_AtExit(void (*function)() noexcept nogil)
+
 PAYLOADS = ("bfloat16", "float16", "float32", "fp8 pair")
 LAYOUTS = ("rank", "expert")
 OPERATIONS = status_pages.OPERATIONS
@@ -79,6 +84,26 @@ cdef class HostHandle(Handle):
         return np.array([self.expert_numbers[i] for i in range(self.num_local)], np.int64)
 
 
+_heaps = weakref.WeakSet()
+
+
+cdef class Heap:
+    def __dealloc__(self):
+        if self.guarded:
+            epcy_host_unguard(self.start, self.nbytes)
+
+    cdef int64_t untouched(self) noexcept:
+        """Bytes of the window, all ranks' parts, that were promised and are not yet in use."""
+        return 0 if self.window is None else epcy_host_untouched(self.start, self.nbytes) * self.num_ranks
+
+    cdef int close(self) except -1:
+        """Collective: free the window, and keep the addresses from becoming anything else's."""
+        self.window.Free()
+        self.window = None
+        self.guarded = epcy_host_guard(self.start, self.nbytes) == 0
+        return 0
+
+
 cdef class HostBackend:
     def __cinit__(self):
         self.h.base = NULL
@@ -97,12 +122,16 @@ cdef class HostBackend:
         self.h.shape.num_rows = shape["num_rows"]
         nbytes = heap_layout(shape)["total"]
         bootstrap.exchange(comm, None, self.no_room(nbytes, size), self.timeout, "Buffer()")
-        self.window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm)
+        window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm)
         self.h.base = <char **>calloc(size, sizeof(char *))
         if self.h.base == NULL:
             raise MemoryError
         for rank in range(size):
-            self.h.base[rank] = <char *><uintptr_t>self.window.Shared_query(rank)[0].address
+            self.h.base[rank] = <char *><uintptr_t>window.Shared_query(rank)[0].address
+        self.heap = Heap.__new__(Heap)
+        self.heap.window, self.heap.num_ranks = window, size
+        self.heap.start, self.heap.nbytes = self.h.base[self.h.rank], nbytes
+        _heaps.add(self.heap)
         code = epcy_host_open(&self.h, options["spin_us"], options["num_sms"])
         error = HeapError(f"num_sms: could not start {options['num_sms']} threads ({os.strerror(code)})") if code else None
         error = self.open_status(options["status_dir"]) or error
@@ -122,7 +151,9 @@ cdef class HostBackend:
             info = os.statvfs("/dev/shm")
         except OSError:
             return None
-        free_bytes, need = info.f_bavail * info.f_frsize, nbytes * size
+        # What other Buffers of this process were promised and have not touched yet is not free.
+        promised = sum([(<Heap>heap).untouched() for heap in _heaps])
+        free_bytes, need = max(0, info.f_bavail * info.f_frsize - promised), nbytes * size
         if need <= free_bytes:
             return None
         return HeapError(f"num_max_tokens_per_rank: the Buffer needs {need} bytes of shared memory ({nbytes} a rank), "
@@ -152,7 +183,7 @@ cdef class HostBackend:
     def views(self, int64_t offset):
         """Whole-area arrays, to be sliced: by payload kind, and "scales", "idx" and "weights" by layout."""
         cdef epcy_shape *s = &self.h.shape
-        cdef Memory memory = memory_at(self.h.base[self.h.rank] + offset, self.h.area.bytes, self.window)
+        cdef Memory memory = memory_at(self.h.base[self.h.rank] + offset, self.h.area.bytes, self.heap)
         rows, topk, out = s.num_rows, s.num_topk, {}
         for kind in (KIND_BF16, KIND_FP16, KIND_FP32, KIND_FP8):
             if s.hidden * DTYPES[kind].itemsize <= s.row_bytes:
@@ -258,33 +289,31 @@ cdef class HostBackend:
         return "; ".join(lines)
 
     def give_up(self, int op, int word, uint64_t value, double waited):
-        missing = self.missing(word, value)
+        """Leave the call: a rank did not come in time, or gave up itself."""
+        name, phase = "reset" if word == EPCY_WORD_RESET else OPERATIONS[op], WAITED_FOR[word]
         gone = [r for r in range(self.h.shape.num_ranks)
                 if r != self.h.rank and epcy_host_word(&self.h, r, EPCY_WORD_BROKEN)]
-        name, phase = OPERATIONS[op], WAITED_FOR[word]
+        culprits = [r for r in self.missing(word, value) if word == EPCY_WORD_RESET or r not in gone] or gone
+        seen = [epcy_host_word(&self.h, r, word) for r in culprits[:16]]
         if word != EPCY_WORD_RESET:
             self.break_off()
-        culprits = [r for r in missing if r not in gone] or gone or missing
         if gone and waited < self.timeout:
-            what = f"rank {gone[0]} gave up on this call"
+            what = f"rank {gone[0]} gave up on a call of this Buffer {waited:.2f} s into this one"
         else:
-            what = f"gave up after {waited:.2f} s"
+            what = f"gave up after {waited:.2f} s (timeout={self.timeout:g} s)"
         raise PeerTimeoutError(
-            f"{name} (call {self.h.epoch}) on rank {self.h.rank}: {what}, phase {phase}, expected word {value}, seen "
-            f"{[epcy_host_word(&self.h, r, word) for r in culprits[:16]]}; timeout={self.timeout:g} s; "
-            f"{self.where(culprits)}. Find out what keeps rank {culprits[0]}, give a larger timeout, "
-            "and call reset() on all ranks to go on", culprits, phase, self.h.epoch)
+            f"{name} (call {self.h.epoch}) on rank {self.h.rank}: {what}; waited for ranks {culprits} in phase {phase}, "
+            f"expected {value}, seen {seen}: {self.where(culprits)}. Find out what keeps rank {culprits[0]}, or give a "
+            "larger timeout; reset() on all ranks makes this Buffer usable again", culprits, phase, self.h.epoch)
 
     def mourn(self, int op, int word, list dead):
-        import mpi4py
-
         self.break_off()
-        mpi4py.rc.finalize = False      # MPI_Finalize would wait for the dead
-        leave_without_finalize()
-        raise PeerError(
+        bound_exit()
+        raise PeerTimeoutError(
             f"{OPERATIONS[op]} (call {self.h.epoch}) on rank {self.h.rank}: rank {dead[0]} (pid "
             f"{self.identities[dead[0]].pid}) has ended, phase {WAITED_FOR[word]}; dead ranks: {dead}. "
-            "This Buffer cannot go on; look for that rank's own error and restart the job", dead)
+            "This Buffer cannot go on; look for that rank's own error and restart the job",
+            dead, WAITED_FOR[word], self.h.epoch)
 
     cdef object disagreement(self):
         """Compare the records of all ranks: the error that every rank must raise, or None."""
@@ -602,7 +631,7 @@ cdef class HostBackend:
                 self.page = self.page_path = None
             together = together and not self.broken and not MPI.Is_finalized()
             if together:
-                self.window.Free()
+                self.heap.close()
                 self.comm.Free()
 
 
@@ -622,5 +651,19 @@ def own(Dispatch r, out, n):
     r._area = None
 
 
-def leave_without_finalize():
-    """See to it that the interpreter's end does not run MPI_Finalize, which would wait for a dead rank."""
+cdef bint _exit_is_bound = False
+
+
+cdef void end_of_interpreter() noexcept nogil:
+    epcy_host_bound_exit()
+
+
+def bound_exit():
+    """See to it that the interpreter's end cannot hang: MPI_Finalize might wait for a rank that is dead.
+
+    mpi4py reads `rc.finalize` only when it is imported. Functions of Py_AtExit run last first, so this one runs before
+    mpi4py's.
+    """
+    global _exit_is_bound
+    if not _exit_is_bound and Py_AtExit(&end_of_interpreter) == 0:
+        _exit_is_bound = True

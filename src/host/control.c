@@ -4,7 +4,9 @@
  * `arrived` word (release) and waits for everybody's (acquire); after its last access to foreign memory it stores
  * `done` likewise. Records are kept for two epochs: a rank writes record n + 2 only after it has seen everybody arrive
  * at n + 1, and whoever is at n + 1 has finished reading the records of n. */
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include <errno.h>
 #include <sched.h>
 #include <stdatomic.h>
