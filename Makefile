@@ -15,7 +15,7 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 MPIEXEC := $(VENV)/bin/mpiexec
-PYTEST := -m pytest -q
+PYTEST := -m pytest
 
 SOURCES := $(shell find epcy include src -name '*.pyx' -o -name '*.pxd' -o -name '*.[ch]' -path '*src/*' -o -name '*.h' \
              -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
