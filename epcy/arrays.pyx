@@ -55,6 +55,10 @@ cdef dict _dlpack = {(4, 16): BFLOAT16, (2, 16): np.dtype(np.float16), (2, 32): 
 cdef object ndarray = np.ndarray
 
 
+cdef class Array:
+    """Somebody's array, as C sees it."""
+
+
 cdef class Memory:
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self.data, self.nbytes, 0, flags)

@@ -75,11 +75,26 @@ BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 
 
 def _bool(text: str) -> bool:
-    values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    values = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
     return values[text.strip().lower()]
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _bool, "str": str, "choice": str}
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "bool": _bool,
+    "str": str,
+    "choice": str,
+}
 
 
 def _check(option: Option, value: Any, source: str) -> Any:
@@ -141,7 +156,9 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
             try:
                 parsed = _PARSERS[option.kind](text)
             except (KeyError, ValueError):
-                raise ArgumentError(f"{option.env}: expected {option.kind} for {option.name}, got {text!r}") from None
+                raise ArgumentError(
+                    f"{option.env}: expected {option.kind} for {option.name}, got {text!r}"
+                ) from None
             values[option.name] = Value(_check(option, parsed, option.env), option.env)
         elif option.required:
             raise ArgumentError(f"{option.name}: expected a value, got none")

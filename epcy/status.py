@@ -56,7 +56,10 @@ def folder(given: str | None = None) -> Path:
     ArgumentError
         The folder is another user's, or others may write to it.
     """
-    path = Path(given or os.path.join(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), f"epcy-{os.getuid()}"))
+    path = Path(
+        given
+        or os.path.join(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), f"epcy-{os.getuid()}")
+    )
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
     info = path.lstat()
@@ -87,7 +90,9 @@ def parse(data: bytes) -> Status | None:
     if magic != _MAGIC or version != 1 or not (0 <= op < len(OPERATIONS) and 0 <= phase < len(PHASES)):
         return None
     age = max(0.0, time.monotonic() - since_ns * 1e-9)
-    return Status(pid, rank, size, OPERATIONS[op], PHASES[phase], epoch, age, dict(zip(OPERATIONS, calls, strict=True)))
+    return Status(
+        pid, rank, size, OPERATIONS[op], PHASES[phase], epoch, age, dict(zip(OPERATIONS, calls, strict=True))
+    )
 
 
 def read_all(given: str | None = None) -> list[Status]:

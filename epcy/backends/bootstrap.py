@@ -11,7 +11,7 @@ import pickle
 import socket
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from epcy.errors import ArgumentError, EpcyError, MismatchError, PeerError, PeerTimeoutError
 
@@ -79,12 +79,14 @@ def duplicate(comm: MPI.Comm, timeout: float) -> MPI.Intracomm:
     if not isinstance(comm, MPI.Comm):
         raise ArgumentError(f"comm: expected an mpi4py communicator, got {type(comm).__name__}")
     if comm == MPI.COMM_NULL:
-        raise ArgumentError("comm: expected an intracommunicator, got COMM_NULL (this rank is not in the group)")
+        raise ArgumentError(
+            "comm: expected an intracommunicator, got COMM_NULL (this rank is not in the group)"
+        )
     if comm.Is_inter():
         raise ArgumentError("comm: expected an intracommunicator, got an intercommunicator; use its Merge()")
-    copy, request = comm.Idup()  # type: ignore[attr-defined]
+    copy, request = cast("MPI.Intracomm", comm).Idup()
     _wait(request, timeout, "Buffer(): MPI_Comm_idup")
-    return copy  # type: ignore[no-any-return]
+    return copy
 
 
 def allgather(comm: MPI.Intracomm, message: Any, timeout: float) -> list[Any]:
@@ -96,7 +98,9 @@ def allgather(comm: MPI.Intracomm, message: Any, timeout: float) -> list[Any]:
 
     mine = bytearray(pickle.dumps(message))
     sizes = bytearray(8 * comm.size)
-    _wait(comm.Iallgather([len(mine).to_bytes(8, "little"), MPI.BYTE], [sizes, MPI.BYTE]), timeout, "Buffer()")
+    _wait(
+        comm.Iallgather([len(mine).to_bytes(8, "little"), MPI.BYTE], [sizes, MPI.BYTE]), timeout, "Buffer()"
+    )
     counts = [int.from_bytes(sizes[8 * r : 8 * r + 8], "little") for r in range(comm.size)]
     gathered = bytearray(sum(counts))
     starts = [sum(counts[:r]) for r in range(comm.size)]
@@ -105,7 +109,9 @@ def allgather(comm: MPI.Intracomm, message: Any, timeout: float) -> list[Any]:
     return [pickle.loads(gathered[s : s + n]) for s, n in zip(starts, counts, strict=True)]
 
 
-def exchange(comm: MPI.Intracomm, message: Any, error: EpcyError | None, timeout: float, step: str) -> list[Any]:
+def exchange(
+    comm: MPI.Intracomm, message: Any, error: EpcyError | None, timeout: float, step: str
+) -> list[Any]:
     """Gather messages, or raise: this rank's own `error`, or a PeerError with the text of the ranks that have one.
 
     Collective, blocking for at most `timeout` seconds.
@@ -130,7 +136,9 @@ def compare(all_options: list[dict[str, Any]]) -> None:
             raise MismatchError(f"{name}: every rank must give the same value, got {shown}{more}")
 
 
-def agree(comm: MPI.Intracomm, options: dict[str, Any], error: EpcyError | None, timeout: float) -> list[Identity]:
+def agree(
+    comm: MPI.Intracomm, options: dict[str, Any], error: EpcyError | None, timeout: float
+) -> list[Identity]:
     """Compare the options of all ranks and learn who they are.
 
     Collective, blocking for at most `timeout` seconds.

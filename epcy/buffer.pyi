@@ -1,0 +1,92 @@
+from types import ModuleType, TracebackType
+from typing import Any
+
+from mpi4py import MPI
+from typing_extensions import disjoint_base
+
+from epcy.event import Event
+from epcy.handle import Combine, Dispatch, Handle
+from epcy.topology import Topology
+
+@disjoint_base
+class Buffer:
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def num_local_experts(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def comm(self) -> MPI.Intracomm: ...
+    @property
+    def xp(self) -> ModuleType: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def options(self) -> dict[str, Any]: ...
+    @property
+    def num_sms(self) -> int: ...
+    def __init__(
+        self,
+        comm: MPI.Comm | None = None,
+        *,
+        num_max_tokens_per_rank: int | None = None,
+        hidden: int | None = None,
+        num_experts: int | None = None,
+        num_topk: int | None = None,
+        dtype: str | None = None,
+        **options: Any,
+    ) -> None: ...
+    @staticmethod
+    def size_hint(
+        num_ranks: int,
+        *,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        dtype: str = "bfloat16",
+        num_max_recv_tokens: int | None = None,
+    ) -> dict[str, int]: ...
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any = None,
+        topk_weights: Any = None,
+        *,
+        handle: Handle | None = None,
+        layout: str | None = None,
+        expert_alignment: int | None = None,
+        num_worst_tokens: int = 0,
+        previous_event: Event | None = None,
+        async_finish: bool = False,
+        stream: Any = None,
+        out: Any = None,
+    ) -> Dispatch: ...
+    def combine(
+        self,
+        x: Any,
+        handle: Handle,
+        topk_weights: Any = None,
+        *,
+        bias: Any = None,
+        previous_event: Event | None = None,
+        async_finish: bool = False,
+        stream: Any = None,
+        out: Any = None,
+    ) -> Combine: ...
+    def combine_input(self, handle: Handle, dtype: Any = None) -> Any: ...
+    def get_dispatch_layout(self, topk_idx: Any) -> tuple[Any, Any, Any, Any]: ...
+    def barrier(self) -> None: ...
+    def check(self) -> None: ...
+    def capture(self) -> Event: ...
+    def warmup(self) -> None: ...
+    def reset(self) -> None: ...
+    def free(self) -> None: ...
+    def __enter__(self) -> Buffer: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+    def __bool__(self) -> bool: ...
