@@ -70,7 +70,7 @@ bench: $(VENV)/.built ## dispatch, combine and the roundtrip against MPI.Alltoal
 	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py -m epcy.bench dispatch combine roundtrip --baseline $(ARGS)
 
 docs: $(VENV)/.built ## write docs/api.md and docs/options.md anew
-	$(PY) -m epcy docs
+	$(PY) docs/generate.py
 
 lint: $(VENV)/.lint ## ruff, cython-lint, clang-format, and gcc's warnings on the C sources
 	$(PY) -m ruff check .

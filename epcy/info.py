@@ -72,6 +72,7 @@ def collect() -> dict[str, Any]:
         "backends": {"host": _host(mpi), "nvshmem": _nvshmem(mpi, gpu)},
         "machine": _machine(),
         "gpus": gpu.get("gpus", []),
+        "ranks": _ranks(),
         "options": _options(),
         "unknown_variables": _unknown_variables(),
     }
@@ -96,6 +97,11 @@ def render(info: dict[str, Any]) -> str:
     verdicts = info["backends"].items()
     section("backends", [(name, "works" if v["available"] else f"no: {v['reason']}") for name, v in verdicts])
     section("machine", _machine_rows(info["machine"], info["gpus"]))
+    if info["ranks"]:
+        ranks = info["ranks"]
+        section(
+            "ranks at work", [(f"{r['rank']} of {r['size']}", f"pid {r['pid']}, {r['text']}") for r in ranks]
+        )
     section("options", [(option["name"], _option_text(option)) for option in info["options"]])
     unknown = info["unknown_variables"]
     if unknown:
@@ -281,6 +287,19 @@ def _fields(path: str) -> dict[str, str]:
     except OSError:
         pass
     return fields
+
+
+def _ranks() -> list[dict[str, Any]]:
+    """Return where this user's running ranks are, by their status pages."""
+    from epcy import status
+    from epcy.errors import EpcyError
+
+    directory = os.environ.get("EPCY_STATUS_DIR")
+    try:
+        pages = [] if directory == "" else status.read_all(directory)
+    except (EpcyError, OSError):
+        return []
+    return [{"rank": page.rank, "size": page.size, "pid": page.pid, "text": str(page)} for page in pages]
 
 
 def _options() -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from parallel import AGREEMENT, MPI, merge
 
 FAILED = pytest.StashKey[bool]()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from parallel import ROOT, launch
 
 SOURCE = Path(__file__).with_name("thirdparty")

@@ -1,6 +1,7 @@
 """topology.discover on any number of ranks of one machine."""
 
 import pytest
+
 from epcy import ArgumentError
 from epcy.topology import discover
 

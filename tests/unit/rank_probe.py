@@ -5,6 +5,7 @@ import time
 
 import hypothesis.strategies as st
 import pytest
+
 from parallel import MPI, given
 
 PROBE = os.environ.get("PROBE", "")

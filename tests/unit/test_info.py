@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from epcy.options import OPTIONS
 from parallel import ROOT
 
@@ -65,7 +66,9 @@ def test_a_wrong_variable_is_told_and_hides_nothing():
 
 
 def test_without_mpi_library(fake):
-    package = fake("mpi4py", "class rc: pass\ndef __getattr__(name): raise ImportError('cannot load MPI library')\n")
+    package = fake(
+        "mpi4py", "class rc: pass\ndef __getattr__(name): raise ImportError('cannot load MPI library')\n"
+    )
     done = run("--json", path=package)
     info = json.loads(done.stdout)
     assert not info["backends"]["host"]["available"]

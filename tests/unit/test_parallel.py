@@ -1,6 +1,7 @@
 """What goes wrong on one rank is told as such, and no test run hangs."""
 
 import pytest
+
 from parallel import launch, merge
 
 CASES = {

@@ -1,6 +1,7 @@
 """Topology's arithmetic, without MPI."""
 
 import pytest
+
 from epcy.topology import Topology
 
 

@@ -1,9 +1,10 @@
 """Run on any number of ranks: every token goes to all ranks and comes back once from each."""
 
-import epcy
 import numpy as np
 import router
 from mpi4py import MPI
+
+import epcy
 
 comm = MPI.COMM_WORLD
 size, num_tokens = comm.size, 5
