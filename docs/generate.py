@@ -201,8 +201,8 @@ def options() -> str:
 
     lines = [NOTE, "# The options of a Buffer", ""]
     lines += [
-        "Each is a keyword argument of `epcy.Buffer`; where the argument is not given the variable counts, and",
-        "where that is not set the default. `python -m epcy` prints every value and where it came from.",
+        "Each is a keyword argument of `epcy.Buffer`; where it is not given the variable counts, and where",
+        "that is not set the default. `python -m epcy` prints every value and where it came from.",
         "Options marked *agreed* must be equal on all ranks: the constructor compares them.",
         "",
         "| option | kind | default | variable | agreed | meaning |",
