@@ -22,7 +22,8 @@ from epcy import backends, topology
 from epcy.arrays import DTYPES
 from epcy.backends import bootstrap
 from epcy.backends.host import heap_layout
-from epcy.errors import ArgumentError, CapacityError, EpcyError, NotSupportedError, StateError
+from epcy.errors import (
+    ArgumentError, CapacityError, EpcyError, NotSupportedError, PeerTimeoutError, StateError)
 from epcy.options import resolve
 
 DEF_TIMEOUT = 60.0
@@ -109,6 +110,17 @@ cdef class Buffer:
         timeout = values.get("timeout", DEF_TIMEOUT)
         self.comm = bootstrap.duplicate(comm, timeout)
         self.rank, self.size, self._pid = self.comm.rank, self.comm.size, getpid()
+        try:
+            self.construct(values, shape, error, found, timeout)
+        except EpcyError as refused:
+            if not isinstance(refused, PeerTimeoutError):       # then every rank raises: the copy can go
+                self.comm.Free()
+            raise
+        if values["preinitialize"]:
+            self.warmup()
+
+    def construct(self, dict values, dict shape, error, found, timeout):
+        """Agree with the other ranks and make the backend; what fails here fails on every rank."""
         identities = bootstrap.agree(self.comm, self.compared(values), error, timeout)
         self.topology = topology.discover(self.comm)
         if self.topology.num_nodes > 1:
@@ -126,8 +138,6 @@ cdef class Buffer:
         self._num_experts, self._num_topk = shape["num_experts"], shape["num_topk"]
         self.num_local_experts = self._num_experts // self.size
         self._backend = backend_class(self.comm, shape, values, identities, self._token)
-        if values["preinitialize"]:
-            self.warmup()
 
     @staticmethod
     def compared(values):
@@ -267,11 +277,14 @@ cdef class Buffer:
         self.enter("combine_input")
         try:
             checked = self.check_handle(handle)
-            kind = {v: k for k, v in DTYPES.items() if k <= KIND_FP32}.get(np.dtype(
-                DTYPES[("bfloat16", "float16", "float32").index(self.options["dtype"])] if dtype is None else dtype))
+            try:
+                kind = {v: k for k, v in DTYPES.items() if k <= KIND_FP32}.get(np.dtype(
+                    DTYPES[("bfloat16", "float16", "float32").index(self.options["dtype"])] if dtype is None else dtype))
+            except TypeError:
+                kind = None
             if kind is None or not self._backend.dtype_fits(kind):
                 raise self.wrong("dtype", f"bfloat16, float16 or float32, no wider than the Buffer's "
-                                 f"({self.options['dtype']})", dtype)
+                                 f"({self.options['dtype']})", repr(dtype))
             return self._backend.combine_input(checked, kind)
         finally:
             self._busy = False

@@ -28,7 +28,7 @@ from epcy import status as status_pages
 from epcy.arrays import DTYPES
 from epcy.backends import bootstrap
 from epcy.errors import (
-    ArgumentError, BackendError, CapacityError, HeapError, MismatchError, PeerError, PeerTimeoutError, StateError)
+    ArgumentError, BackendError, CapacityError, EpcyError, HeapError, MismatchError, PeerError, PeerTimeoutError, StateError)
 
 cdef int64_t SLICE_NS = 100_000_000     # how long a wait stays in C before it looks for Ctrl-C and dead ranks
 
@@ -138,7 +138,13 @@ cdef class HostBackend:
         self.areas = [Area() for i in range(EPCY_NUM_AREAS)]
         self.receive_views = [self.views(self.h.heap.receive[i]) for i in range(EPCY_NUM_AREAS)]
         self.combine_views = [self.views(self.h.heap.combine[i]) for i in range(EPCY_NUM_AREAS)]
-        bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")     # also: every control block is zero now
+        try:
+            bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")     # also: every control block is zero now
+        except EpcyError as refused:
+            self.remove_page()
+            if not isinstance(refused, PeerTimeoutError):       # then every rank raises
+                self.heap.close()
+            raise
 
     def __dealloc__(self):
         if self.h.base != NULL:
@@ -180,6 +186,15 @@ cdef class HostBackend:
         memcpy(self.h.page, &start, 24)
         return None
 
+    def remove_page(self):
+        if self.page_path is not None:
+            self.h.page = NULL
+            try:
+                os.unlink(self.page_path)
+            except FileNotFoundError:
+                pass
+            self.page = self.page_path = None
+
     def views(self, int64_t offset):
         """Whole-area arrays, to be sliced: by payload kind, and "scales", "idx" and "weights" by layout."""
         cdef epcy_shape *s = &self.h.shape
@@ -218,6 +233,11 @@ cdef class HostBackend:
         self.wait(op, EPCY_WORD_DONE, self.h.epoch)
         epcy_host_phase(&self.h, op, EPCY_PHASE_IDLE)
         return 0
+
+    def step_out(self, int op):
+        """Leave a call in which this rank moves nothing, so that ranks that go through with it do not wait for it."""
+        epcy_host_store(&self.h, EPCY_WORD_DONE, self.h.epoch)
+        epcy_host_phase(&self.h, op, EPCY_PHASE_IDLE)
 
     def refuse(self, int op, str text):
         """Take part in a call without data, so that the others learn why and stay in step."""
@@ -414,7 +434,7 @@ cdef class HostBackend:
         if error is None and uncached:
             error = self.overflow_error()
         if error is not None and (call.num_worst_tokens == 0 or isinstance(error, MismatchError)):
-            epcy_host_phase(&self.h, EPCY_OP_DISPATCH, EPCY_PHASE_IDLE)
+            self.step_out(EPCY_OP_DISPATCH)
             raise error
 
         self.next_area = (area + 1) % EPCY_NUM_AREAS
@@ -539,7 +559,7 @@ cdef class HostBackend:
         self.arrive(EPCY_OP_COMBINE)
         error = self.disagreement()
         if error is not None:
-            epcy_host_phase(&self.h, EPCY_OP_COMBINE, EPCY_PHASE_IDLE)
+            self.step_out(EPCY_OP_COMBINE)
             raise error
 
         memset(&c, 0, sizeof(c))
@@ -615,22 +635,17 @@ cdef class HostBackend:
         """Give the memory back; `together` frees the window, which is collective."""
         from mpi4py import MPI
 
+        cdef bint agreed = False
         for area in self.areas:
             (<Area>area).generation += 1
         try:
             if together:
                 self.barrier(EPCY_OP_FREE)
+                agreed = True
         finally:
             self.receive_views = self.combine_views = None
-            if self.page_path is not None:
-                self.h.page = NULL
-                try:
-                    os.unlink(self.page_path)
-                except FileNotFoundError:
-                    pass
-                self.page = self.page_path = None
-            together = together and not self.broken and not MPI.Is_finalized()
-            if together:
+            self.remove_page()
+            if agreed and not MPI.Is_finalized():
                 self.heap.close()
                 self.comm.Free()
 
@@ -641,9 +656,16 @@ def own(Dispatch r, out, n):
     if out is True:
         arrays = [np.array(view) for view in views]
     else:
-        arrays = [array[:n] for array in (out if isinstance(out, tuple) else (out,))]
-        for array, view in zip(arrays, views):
-            array[...] = view
+        arrays = list(out) if isinstance(out, (tuple, list)) else [out]
+        for i, view in enumerate(views):
+            if len(arrays[i]) < n:
+                raise ArgumentError(f"out: expected at least the {n} rows that came, got {len(arrays[i])}; "
+                                    "give a larger array, or out=True")
+            arrays[i] = arrays[i][:n]
+            if view.dtype == np.uint8:      # e4m3 bytes, into an array of float8 too
+                arrays[i].view(np.uint8)[...] = view
+            else:
+                arrays[i][...] = view
     r._recv_x = tuple(arrays) if len(arrays) > 1 else arrays[0]
     r._recv_topk_idx = np.array(r._recv_topk_idx)
     if r._recv_topk_weights is not None:
