@@ -27,6 +27,7 @@ cdef class Buffer:
     cdef int check_dispatch_out(self, out, DispatchCall call) except -1
     cdef CombineCall check_combine(self, x, handle, topk_weights, bias, out)
     cdef Handle check_handle(self, handle)
+    cdef Array look(self, obj, str name)
     cdef Array check_rows(self, obj, str name, int64_t num_rows, int kind)
     cdef Array check_lanes(self, obj, str name, int64_t num_rows, bint is_idx)
     cdef int check_order(self, previous_event, stream) except -1

@@ -493,9 +493,15 @@ cdef class Buffer:
             raise self.wrong("handle", "a handle of this Buffer", "one of another Buffer")
         return handle
 
+    cdef Array look(self, obj, str name):
+        try:
+            return describe(obj, name)
+        except EpcyError as error:
+            raise type(error)(f"{error} (rank {self.rank})") from None
+
     cdef Array check_rows(self, obj, str name, int64_t num_rows, int kind):
         """A payload array (T, H); num_rows -1: any; kind -1: any payload."""
-        cdef Array a = describe(obj, name)
+        cdef Array a = self.look(obj, name)
         if a.ndim != 2 or a.shape[1] != self._hidden or num_rows >= 0 and a.shape[0] != num_rows:
             rows = "T" if num_rows < 0 else num_rows
             raise self.wrong(name, f"shape ({rows}, {self._hidden})", f"shape {a.owner.shape}")
@@ -513,7 +519,7 @@ cdef class Buffer:
 
     cdef Array check_lanes(self, obj, str name, int64_t num_rows, bint is_idx):
         """topk_idx or topk_weights (T, K)."""
-        cdef Array a = describe(obj, name)
+        cdef Array a = self.look(obj, name)
         if a.ndim != 2 or a.shape[1] != self._num_topk or num_rows >= 0 and a.shape[0] != num_rows:
             rows = "T" if num_rows < 0 else num_rows
             raise self.wrong(name, f"shape ({rows}, {self._num_topk})", f"shape {a.owner.shape}")
@@ -531,7 +537,7 @@ cdef class Buffer:
             if len(x) != 2:
                 raise self.wrong("x", "an array or a pair (payload, scales)", f"{len(x)} items")
             call.x = self.check_rows(x[0], "x[0]", -1, KIND_FP8)
-            call.scales = contiguous(describe(x[1], "x[1]"))
+            call.scales = contiguous(self.look(x[1], "x[1]"))
             scales = (call.x.shape[0], epcy_num_scales(self._hidden))
             if call.scales.owner.shape != scales or call.scales.kind != KIND_FP32:
                 raise self.wrong("x[1]", f"scales of shape {scales} and dtype float32",

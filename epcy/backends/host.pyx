@@ -491,7 +491,7 @@ cdef class HostBackend:
             r.num_recv_tokens_per_expert = [handle.expert_numbers[i] for i in range(handle.num_local)]
         r.handle, r.event = handle, completed()
         if call.out is not None:
-            own(r, call.out, n)
+            own(r, call.out, n, self.h.rank)
         return r
 
     # ---- combine ------------------------------------------------------------------------------------------
@@ -650,7 +650,7 @@ cdef class HostBackend:
                 self.comm.Free()
 
 
-def own(Dispatch r, out, n):
+def own(Dispatch r, out, n, rank):
     """Turn a result's views into the user's own arrays."""
     views = r._recv_x if isinstance(r._recv_x, tuple) else (r._recv_x,)
     if out is True:
@@ -659,8 +659,8 @@ def own(Dispatch r, out, n):
         arrays = list(out) if isinstance(out, (tuple, list)) else [out]
         for i, view in enumerate(views):
             if len(arrays[i]) < n:
-                raise ArgumentError(f"out: expected at least the {n} rows that came, got {len(arrays[i])}; "
-                                    "give a larger array, or out=True")
+                raise ArgumentError(f"out: expected at least the {n} rows that came, got {len(arrays[i])} "
+                                    f"(rank {rank}); give a larger array, or out=True")
             arrays[i] = arrays[i][:n]
             if view.dtype == np.uint8:      # e4m3 bytes, into an array of float8 too
                 arrays[i].view(np.uint8)[...] = view
