@@ -40,6 +40,8 @@ help: ## print this list
 # ---- with the python given, nothing downloaded -------------------------------------------------------------
 
 build: ## build in place with PYTHON; downloads nothing
+	@"$(PYTHON)" -c 'import setuptools, Cython' || \
+	  { echo 'make build: $(PYTHON) needs setuptools>=77 and cython>=3.1 (make test makes a .venv that has them)' >&2; exit 1; }
 	"$(PYTHON)" setup.py -q build_ext --inplace
 
 wheel: $(VENV)/.deps ## an sdist, and a wheel made from it, in dist/
