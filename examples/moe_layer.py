@@ -13,6 +13,7 @@ lives and comes back with the rows, lane by lane: that is what combine's ``topk_
 Activations are (S, n, H): S shards of n tokens. How many shards a rank has depends on the number of ranks, what a
 shard computes does not: every product has the same shape on 1 rank and on 8, so the bits are the same too.
 """
+
 from types import SimpleNamespace
 
 NORM_EPS = 1e-6
@@ -25,7 +26,9 @@ class NoExchange:
         self.xp, self.rank, self.size = xp, 0, 1
 
     def dispatch(self, x, topk_idx=None, topk_weights=None, *, handle=None):
-        return SimpleNamespace(recv_x=x, recv_topk_idx=topk_idx, recv_topk_weights=topk_weights, handle=x.shape)
+        return SimpleNamespace(
+            recv_x=x, recv_topk_idx=topk_idx, recv_topk_weights=topk_weights, handle=x.shape
+        )
 
     def combine_input(self, handle):
         return self.xp.empty(handle, self.xp.float32)
@@ -50,15 +53,21 @@ class MoELayer:
         xp = self.xp
         u, inverse = rms_norm(xp, h)
         logits = u @ self.router
-        topk_idx = xp.argsort(-logits, axis=-1)[..., :self.num_topk]
+        topk_idx = xp.argsort(-logits, axis=-1)[..., : self.num_topk]
         topk_weights = softmax(xp, xp.take_along_axis(logits, topk_idx, axis=-1))
-        chosen = topk_idx[..., None] == xp.arange(logits.shape[-1])             # (S, n, K, E)
+        chosen = topk_idx[..., None] == xp.arange(logits.shape[-1])  # (S, n, K, E)
         saved = SimpleNamespace(
-            u=u, inverse=inverse, probs=softmax(xp, logits), chosen=chosen, topk_weights=topk_weights,
-            load=chosen.sum(axis=(1, 2)).astype(xp.float32), experts=[])
+            u=u,
+            inverse=inverse,
+            probs=softmax(xp, logits),
+            chosen=chosen,
+            topk_weights=topk_weights,
+            load=chosen.sum(axis=(1, 2)).astype(xp.float32),
+            experts=[],
+        )
         saved.share = saved.load / max(u.shape[1] * self.num_topk, 1)
 
-        with self.clock:
+        with self.clock("epcy"):
             r = self.exchange.dispatch(_rows(u), _rows(topk_idx), _rows(topk_weights))
             y = self.exchange.combine_input(r.handle)
         saved.handle = r.handle
@@ -72,12 +81,12 @@ class MoELayer:
             weight = r.recv_topk_weights[rows, lanes][:, None]
             y[rows] += weight * out
             saved.experts.append((rows, lanes, x, hidden, out, weight))
-        with self.clock:
+        with self.clock("epcy"):
             z = self.exchange.combine(y, r.handle).combined_x
         return h + z.reshape(h.shape), saved
 
     def balance_loss(self, saved):
-        """Return (S,): E * sum of (share of tokens) * (mean probability) over experts; 1 when all experts get the same."""
+        """Return (S,): E * sum over experts of (share of tokens) * (mean probability); 1 when all get the same."""
         return saved.probs.shape[-1] * (saved.share * saved.probs.mean(axis=1)).sum(axis=-1)
 
     def backward(self, dh, saved, grad_router, grad_w1, grad_w2, token_share):
@@ -86,7 +95,7 @@ class MoELayer:
         ``token_share`` is what one token weighs in the loss.
         """
         xp = self.xp
-        with self.clock:
+        with self.clock("epcy"):
             dy = self.exchange.dispatch(_rows(dh), handle=saved.handle).recv_x
             dx = self.exchange.combine_input(saved.handle)
         dx[...] = 0
@@ -99,11 +108,13 @@ class MoELayer:
             grad_w1[expert] = x.T @ dhidden
             grad_w2[expert] = hidden.T @ dout
             dx[rows] += dhidden @ self.w1[expert].T
-        with self.clock:
+        with self.clock("epcy"):
             back = self.exchange.combine(dx, saved.handle, topk_weights=dw)
 
         # Through the softmax over the chosen experts, and through the one over all experts for the balance.
-        dtop = softmax_backward(saved.topk_weights, back.combined_topk_weights.reshape(saved.topk_weights.shape))
+        dtop = softmax_backward(
+            saved.topk_weights, back.combined_topk_weights.reshape(saved.topk_weights.shape)
+        )
         dlogits = (saved.chosen * dtop[..., None]).sum(axis=-2)
         dprobs = (self.balance * token_share * saved.probs.shape[-1] * saved.share)[:, None, :]
         dlogits += softmax_backward(saved.probs, dprobs)

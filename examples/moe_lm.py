@@ -7,14 +7,16 @@ It reads the sources of the Python standard library. The number of ranks must di
 shards of a batch; it changes who computes what, and no bit of the result. ``--verify`` shows that: it trains again on
 one rank without epcy and compares. moe_layer.py has the exchange, moe_model.py the rest of the model.
 """
+
 import os
 
 for _name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
-    os.environ.setdefault(_name, "1")       # one thread a rank, and one order of sums; before NumPy is imported
+    os.environ.setdefault(_name, "1")  # one thread a rank, and one order of sums; before NumPy is imported
 
 import argparse
 import sys
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,24 +28,31 @@ from mpi4py import MPI
 import epcy
 
 COMM = MPI.COMM_WORLD
-SIZES = SimpleNamespace(context=16, embedding=24, hidden=128, inner=256, layers=2, experts=8, topk=2, balance=0.01)
-NUM_EVALUATIONS = 4             # batches of the validation loss
-PROMPTS = ("def __init__(self, ", "    for i in range(", "import os\nimport ", "    if not isinstance(", )
+SIZES = SimpleNamespace(
+    context=16, embedding=24, hidden=128, inner=256, layers=2, experts=8, topk=2, balance=0.1
+)
+NUM_EVALUATIONS = 4  # batches of the validation loss
+PROMPTS = (
+    "def __init__(self, ",
+    "    for i in range(",
+    "import os\nimport ",
+    "    if not isinstance(",
+)
 
 
 class Clock:
-    """Add up the time spent in ``with clock:``, work on the device included."""
+    """Add up, by name, the time spent in ``with clock(name):``, work on the device and waiting included."""
 
     def __init__(self, synchronize):
-        self.synchronize, self.seconds = synchronize, 0.0
+        self.synchronize, self.seconds = synchronize, {"epcy": 0.0, "gradients": 0.0}
 
-    def __enter__(self):
+    @contextmanager
+    def __call__(self, name):
         self.synchronize()
-        self.start = time.perf_counter()
-
-    def __exit__(self, *_):
+        start = time.perf_counter()
+        yield
         self.synchronize()
-        self.seconds += time.perf_counter() - self.start
+        self.seconds[name] += time.perf_counter() - start
 
 
 def batch_of(text, rng, num_tokens, rank, size):
@@ -62,26 +71,38 @@ def train(exchange, comm, texts, args, bar):
 
     def evaluate():
         rng = np.random.default_rng([args.seed, 1])
-        parts = [batch_of(texts[1], rng, args.batch, exchange.rank, exchange.size) for _ in range(NUM_EVALUATIONS)]
+        parts = [
+            batch_of(texts[1], rng, args.batch, exchange.rank, exchange.size) for _ in range(NUM_EVALUATIONS)
+        ]
         return float(np.mean([model.evaluate(xp.asarray(c), xp.asarray(t)) for c, t in parts]))
 
     rng = np.random.default_rng([args.seed, 0])
-    losses, checks, load = [], [], 0
+    losses, checks, loads = [], [], []
     start = time.perf_counter()
     for step in range(1, args.steps + 1):
         contexts, targets = batch_of(texts[0], rng, args.batch, exchange.rank, exchange.size)
-        loss, balance, of_step = model.train_step(xp.asarray(contexts), xp.asarray(targets))
+        loss, balance, load = model.train_step(xp.asarray(contexts), xp.asarray(targets))
         losses.append(loss)
-        load = load + of_step
+        loads.append(load)
         seconds = time.perf_counter() - start
-        bar.step(loss=f"{loss:.3f}", balance=f"{balance:.2f}", tokens_s=f"{step * args.batch / seconds:,.0f}",
-                 communication=f"{100 * clock.seconds / seconds:.0f}%")
+        bar.step(
+            loss=f"{loss:.3f}",
+            balance=f"{balance:.2f}",
+            tokens_s=f"{step * args.batch / seconds:,.0f}",
+            communication=f"{100 * sum(clock.seconds.values()) / seconds:.0f}%",
+        )
         if step % args.evaluate_every == 0 or step == args.steps:
             checks.append((step, evaluate()))
             bar.say(f"step {step:5d}   loss {loss:.4f}   validation {checks[-1][1]:.4f} nats a byte")
     seconds = time.perf_counter() - start
-    result = SimpleNamespace(losses=losses, checks=checks, load=load / load.sum(axis=1, keepdims=True), seconds=seconds,
-                             communication=clock.seconds / seconds)
+    load = sum(loads[-max(args.steps // 4, 1) :])  # what the routers have come to
+    result = SimpleNamespace(
+        losses=losses,
+        checks=checks,
+        load=load / load.sum(axis=1, keepdims=True),
+        seconds=seconds,
+        share={name: spent / seconds for name, spent in clock.seconds.items()},
+    )
     return model, result
 
 
@@ -118,7 +139,9 @@ def sample(model, xp, rank, seed, num_bytes, temperature=0.7):
     rng = np.random.default_rng([seed, 2])
     texts = [bytearray(prompt.encode()) for prompt in PROMPTS] if rank == 0 else []
     for _ in range(num_bytes):
-        contexts = np.array([text[-SIZES.context:] for text in texts], np.uint8).reshape(1, len(texts), SIZES.context)
+        contexts = np.array([text[-SIZES.context :] for text in texts], np.uint8).reshape(
+            1, len(texts), SIZES.context
+        )
         scores = to_host(model.forward(xp.asarray(contexts))[0])[0] / temperature
         for text, of_text in zip(texts, scores, strict=True):
             text.append(int(np.argmax(of_text + rng.gumbel(size=len(of_text)))))
@@ -139,12 +162,16 @@ def verify(result, texts, args):
         agree = worst <= 1e-5 and final <= 0.01 and abs(ours[-1] - theirs[-1]) <= 0.01 * theirs[-1]
         bar.close()
         same = int(np.sum(ours == theirs))
-        print(f"verify: first {first} losses agree within {worst:.1e} relative (limit 1e-05); equal to the bit in "
-              f"{same} of {args.steps} steps\n"
-              f"verify: final loss {ours[-1]:.6f} with epcy on {COMM.size} ranks, {theirs[-1]:.6f} on one without; "
-              f"validation {result.checks[-1][1]:.6f} and {alone.checks[-1][1]:.6f} ({100 * final:.2g} % apart, limit 1 %)\n"
-              f"verify: {'the runs agree' if agree else 'THE RUNS DIFFER'}", flush=True)
-    request = COMM.Ibarrier()               # the others sleep: waiting in a barrier would take the core away
+        print(
+            f"verify: first {first} losses agree within {worst:.1e} relative (limit 1e-05); equal to the bit in "
+            f"{same} of {args.steps} steps\n"
+            f"verify: final loss {ours[-1]:.6f} with epcy on {COMM.size} ranks, {theirs[-1]:.6f} on one without; "
+            f"validation {result.checks[-1][1]:.6f} and {alone.checks[-1][1]:.6f} "
+            f"({100 * final:.2g} % apart, limit 1 %)\n"
+            f"verify: {'the runs agree' if agree else 'THE RUNS DIFFER'}",
+            flush=True,
+        )
+    request = COMM.Ibarrier()  # the others sleep: waiting in a barrier would take the core away
     while not request.Test():
         time.sleep(0.02)
     return COMM.bcast(agree)
@@ -173,12 +200,22 @@ def draw(result, entropy, path):
 def report(result, texts, args):
     """Print what the run came to, on rank 0."""
     entropy, final = unigram_entropy(texts[1]), result.checks[-1][1]
-    print(f"\n{args.steps} steps in {result.seconds:.1f} s: {args.steps * args.batch / result.seconds:,.0f} tokens/s, "
-          f"{100 * result.communication:.0f} % of the time in communication, waiting included")
+    print(
+        f"\n{args.steps} steps in {result.seconds:.1f} s: {args.steps * args.batch / result.seconds:,.0f} tokens/s, "
+        f"{100 * sum(result.share.values()):.0f} % of the time in communication, waiting included "
+        f"({100 * result.share['epcy']:.0f} % in epcy, {100 * result.share['gradients']:.0f} % adding up gradients)"
+    )
     for layer, shares in enumerate(result.load):
-        print(f"load of the experts, layer {layer}: " + " ".join(f"{100 * share:.1f}" for share in shares) + " %")
-    print(f"validation loss {final:.3f} nats a byte; unigram entropy of that text {entropy:.3f}, {entropy - final:.3f} above",
-          flush=True)
+        print(
+            f"load of the experts, layer {layer}, last quarter of the steps: "
+            + " ".join(f"{100 * share:.1f}" for share in shares)
+            + " %"
+        )
+    print(
+        f"validation loss {final:.3f} nats a byte; unigram entropy of that text {entropy:.3f}: "
+        f"{entropy - final:.3f} better",
+        flush=True,
+    )
     if args.plot:
         draw(result, entropy, args.plot)
 
@@ -188,7 +225,7 @@ def parse():
     add = parser.add_argument
     add("--steps", type=int, default=300, help="training steps (%(default)s)")
     add("--batch", type=int, default=4096, help="tokens a step, over all ranks (%(default)s)")
-    add("--rate", type=float, default=4e-3, help="Adam's largest rate (%(default)s)")
+    add("--rate", type=float, default=8e-3, help="Adam's largest rate (%(default)s)")
     add("--seed", type=int, default=0, help="of parameters and batches (%(default)s)")
     add("--text-bytes", type=int, default=6_000_000, help="of the standard library (%(default)s)")
     add("--sample-bytes", type=int, default=160, help="to write for each prompt at the end (%(default)s)")
@@ -202,7 +239,9 @@ def parse():
     if args.batch < NUM_SHARDS or args.batch % NUM_SHARDS:
         parser.error(f"argument --batch: {args.batch} is not a multiple of the {NUM_SHARDS} shards")
     if NUM_SHARDS % COMM.size or SIZES.experts % COMM.size:
-        parser.error(f"{COMM.size} ranks do not divide {NUM_SHARDS} shards and {SIZES.experts} experts; use 1, 2, 4 or 8")
+        parser.error(
+            f"{COMM.size} ranks do not divide {NUM_SHARDS} shards and {SIZES.experts} experts; use 1, 2, 4 or 8"
+        )
     return args
 
 
@@ -224,11 +263,20 @@ def on_rank_0(function):
 def main():
     args = on_rank_0(parse)
     texts = on_rank_0(lambda: read_standard_library(args.text_bytes))
-    with epcy.Buffer(COMM, num_max_tokens_per_rank=max(args.batch // COMM.size, len(PROMPTS)), hidden=SIZES.hidden,
-                     num_experts=SIZES.experts, num_topk=SIZES.topk, dtype="float32", backend=args.backend) as buf:
+    with epcy.Buffer(
+        COMM,
+        num_max_tokens_per_rank=max(args.batch // COMM.size, len(PROMPTS)),
+        hidden=SIZES.hidden,
+        num_experts=SIZES.experts,
+        num_topk=SIZES.topk,
+        dtype="float32",
+        backend=args.backend,
+    ) as buf:
         bar = Bar(args.steps, f"train on {COMM.size} ranks", COMM.rank != 0)
-        bar.say(f"{len(texts[0]):,} bytes to train on, {len(texts[1]):,} for validation; {SIZES.layers} layers of "
-                f"{SIZES.experts} experts on {COMM.size} ranks, {buf.backend} backend")
+        bar.say(
+            f"{len(texts[0]):,} bytes to train on, {len(texts[1]):,} for validation; {SIZES.layers} layers of "
+            f"{SIZES.experts} experts on {COMM.size} ranks, {buf.backend} backend"
+        )
         model, result = train(buf, COMM, texts, args, bar)
         bar.close()
         if COMM.rank == 0:

@@ -5,10 +5,11 @@
 What is shared (all but the experts) every rank has, and trains on its own part of the batch: the gradients are added
 over ranks in one fixed order. Experts live on one rank each, and get the tokens of all ranks by epcy.
 """
+
 import numpy as np
 from moe_layer import MoELayer, rms_norm, rms_norm_backward, softmax
 
-NUM_SHARDS = 8                  # of every batch, whatever the number of ranks: the unit of computation and of order
+NUM_SHARDS = 8  # of every batch, whatever the number of ranks: the unit of computation and of order
 VOCABULARY = 256
 
 
@@ -20,7 +21,7 @@ class Parameters:
         ends = np.cumsum([int(np.prod(shape)) for shape in shapes.values()])
         self.flat = xp.zeros((*lead, int(ends[-1])), xp.float32)
         for (name, shape), end in zip(shapes.items(), ends.tolist(), strict=True):
-            setattr(self, name, self.flat[..., end - int(np.prod(shape)):end].reshape(*lead, *shape))
+            setattr(self, name, self.flat[..., end - int(np.prod(shape)) : end].reshape(*lead, *shape))
 
 
 class Adam:
@@ -37,7 +38,7 @@ class Adam:
         rate = self.rate * min(self.step / self.warmup, 1) * (0.55 + 0.45 * np.cos(np.pi * progress))
         self.mean += 0.1 * (gradient - self.mean)
         self.square += 0.01 * (gradient * gradient - self.square)
-        scale = float(rate * np.sqrt(1 - 0.99 ** self.step) / (1 - 0.9 ** self.step))
+        scale = float(rate * np.sqrt(1 - 0.99**self.step) / (1 - 0.9**self.step))
         self.x -= scale * self.mean / (self.xp.sqrt(self.square) + 1e-8)
 
 
@@ -48,30 +49,56 @@ class Model:
         self.xp, self.comm, self.clock, self.sizes = exchange.xp, comm, clock, sizes
         xp, s = self.xp, sizes
         self.num_local_experts = s.experts // exchange.size
-        dense = {"embedding": (VOCABULARY, s.embedding), "mixer": (s.context * s.embedding, s.hidden),
-                 "router": (s.layers, s.hidden, s.experts), "head": (s.hidden, VOCABULARY)}
-        local = {"w1": (s.layers, self.num_local_experts, s.hidden, s.inner),
-                 "w2": (s.layers, self.num_local_experts, s.inner, s.hidden)}
+        dense = {
+            "embedding": (VOCABULARY, s.embedding),
+            "mixer": (s.context * s.embedding, s.hidden),
+            "router": (s.layers, s.hidden, s.experts),
+            "head": (s.hidden, VOCABULARY),
+        }
+        local = {
+            "w1": (s.layers, self.num_local_experts, s.hidden, s.inner),
+            "w2": (s.layers, self.num_local_experts, s.inner, s.hidden),
+        }
         # What the ranks add up besides gradients travels behind them, in the same message.
         counted = {"loss": (1,), "balance_loss": (1,), "load": (s.layers, s.experts)}
         self.dense, self.local = Parameters(xp, dense), Parameters(xp, local)
-        self.grads, self.local_grads = Parameters(xp, dense | counted, NUM_SHARDS // exchange.size), Parameters(xp, local)
+        self.grads, self.local_grads = (
+            Parameters(xp, dense | counted, NUM_SHARDS // exchange.size),
+            Parameters(xp, local),
+        )
         self.totals = Parameters(xp, dense | counted)
         self._initialize(exchange.rank * self.num_local_experts, seed)
         self.layers = [
-            MoELayer(exchange, clock, self.dense.router[i], self.local.w1[i], self.local.w2[i],
-                     num_topk=s.topk, balance=s.balance) for i in range(s.layers)]
-        self.optimizers = [(Adam(xp, part.flat, rate=rate, num_steps=num_steps)) for part in (self.dense, self.local)]
+            MoELayer(
+                exchange,
+                clock,
+                self.dense.router[i],
+                self.local.w1[i],
+                self.local.w2[i],
+                num_topk=s.topk,
+                balance=s.balance,
+            )
+            for i in range(s.layers)
+        ]
+        self.optimizers = [
+            Adam(xp, part.flat, rate=rate, num_steps=num_steps) for part in (self.dense, self.local)
+        ]
 
     def _initialize(self, first_expert, seed):
         """Draw parameters; an expert's own seed makes it the same on whatever rank it lives."""
+
         def draw(key, shape, fan_in):
-            values = np.random.default_rng([seed, *key]).standard_normal(shape, np.float32) / np.float32(np.sqrt(fan_in))
+            values = np.random.default_rng([seed, *key]).standard_normal(shape, np.float32) / np.float32(
+                np.sqrt(fan_in)
+            )
             return self.xp.asarray(values)
 
         d, s = self.dense, self.sizes
         d.embedding[...] = draw((0,), d.embedding.shape, 1)
-        d.mixer[...] = draw((1,), d.mixer.shape, s.context * s.embedding)
+        d.mixer[...] = draw((1,), d.mixer.shape, s.embedding)
+        # A byte says the less about the next one the farther back it is.
+        distance = np.repeat(np.arange(s.context, 0, -1, dtype=np.float32), s.embedding)[:, None]
+        d.mixer *= self.xp.asarray(1 / distance)
         d.head[...] = draw((2,), d.head.shape, s.hidden) * 0.1
         for layer in range(s.layers):
             d.router[layer] = draw((3, layer), d.router.shape[1:], s.hidden)
@@ -103,7 +130,9 @@ class Model:
         g, s, xp = self.grads, self.sizes, self.xp
         token_share = 1 / (NUM_SHARDS * targets.shape[1])
         g.loss[:, 0] = loss
-        g.balance_loss[:, 0] = sum(layer.balance_loss(of) for layer, of in zip(self.layers, saved, strict=True)) / s.layers
+        g.balance_loss[:, 0] = (
+            sum(layer.balance_loss(of) for layer, of in zip(self.layers, saved, strict=True)) / s.layers
+        )
         for i, of_layer in enumerate(saved):
             g.load[:, i] = of_layer.load
 
@@ -111,8 +140,9 @@ class Model:
         g.head[...] = y.swapaxes(1, 2) @ dscores
         dh = rms_norm_backward(dscores @ self.dense.head.T, y, inverse)
         for i in reversed(range(s.layers)):
-            dh = self.layers[i].backward(dh, saved[i], g.router[:, i], self.local_grads.w1[i], self.local_grads.w2[i],
-                                         token_share)
+            dh = self.layers[i].backward(
+                dh, saved[i], g.router[:, i], self.local_grads.w1[i], self.local_grads.w2[i], token_share
+            )
         g.mixer[...] = embedded.swapaxes(1, 2) @ dh
         dembedded = (dh @ self.dense.mixer.T).reshape(len(dh), -1, s.embedding)
         # Adding rows that share a byte is a product with a matrix of zeros and ones: one order, on any device.
@@ -121,7 +151,7 @@ class Model:
             g.embedding[shard] = same @ dembedded[shard]
 
         self.totals.flat[...] = self._sum_over_ranks(g.flat)
-        self.optimizers[0].update(self.totals.flat[:len(self.dense.flat)])
+        self.optimizers[0].update(self.totals.flat[: len(self.dense.flat)])
         self.optimizers[1].update(self.local_grads.flat)
         t = self.totals
         return float(t.loss[0]) / NUM_SHARDS, float(t.balance_loss[0]) / NUM_SHARDS, to_host(t.load).copy()
@@ -136,7 +166,7 @@ class Model:
         mine = add_in_pairs(list(shards))
         if self.comm is None:
             return mine
-        with self.clock:
+        with self.clock("gradients"):
             mine = to_host(mine)
             everyones = np.empty((self.comm.size, *mine.shape), np.float32)
             self.comm.Allgather(np.ascontiguousarray(mine), everyones)

@@ -1,11 +1,22 @@
 """The text of moe_lm.py: the sources of the Python standard library, which every machine has."""
+
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 
-LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "pydoc_data"}
-EVERY = 12                      # one file in so many is for validation
+LEFT_OUT = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib2to3",
+    "pydoc_data",
+    "encodings",
+}
+EVERY = 12  # one file in so many is for validation
 
 
 def read_standard_library(num_bytes):
@@ -17,14 +28,16 @@ def read_standard_library(num_bytes):
     files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     sides, total = ([], []), 0
     for index, name in enumerate(name for name in files if not LEFT_OUT & set(name.split("/"))):
-        content = (root / name).read_bytes()[:num_bytes - total]
+        content = (root / name).read_bytes()[: num_bytes - total]
         sides[index % EVERY == EVERY - 1].append(content)
         total += len(content)
         if total >= num_bytes:
             break
     train, validation = (np.frombuffer(b"".join(side), np.uint8) for side in sides)
     if min(len(train), len(validation)) < 10_000:
-        raise SystemExit("this Python came without the sources of its standard library: there is no text to train on")
+        raise SystemExit(
+            "this Python came without the sources of its standard library: there is no text to train on"
+        )
     return train, validation
 
 

@@ -1,4 +1,5 @@
 """Measure; see ``python -m epcy.bench --help``."""
+
 from __future__ import annotations
 
 import json
@@ -17,7 +18,9 @@ from epcy.bench.workload import BUFFER_DTYPES, Shape, draw_inputs
 BASELINE = "mpi4py Alltoallv"
 
 
-def measure_line(comm: MPI.Intracomm, given: Arguments, case: str, num_tokens: int, memcpy_gbps: float) -> table.Row:
+def measure_line(
+    comm: MPI.Intracomm, given: Arguments, case: str, num_tokens: int, memcpy_gbps: float
+) -> table.Row:
     """Time and check one case at one size. Collective, blocking."""
     shape = Shape(num_tokens, given.hidden, given.topk, given.experts, given.dtype)
     inputs = draw_inputs(shape, given.routing, given.seed, comm.rank)
@@ -41,11 +44,26 @@ def measure_line(comm: MPI.Intracomm, given: Arguments, case: str, num_tokens: i
                 baseline_wrong = comm.allreduce(checking.check_baseline(exchange, expected, case))
         backend, num_sms = buf.backend, buf.num_sms
     return table.Row(
-        case=case, mode=given.mode, backend=backend, ranks=comm.size, tokens=num_tokens, hidden=given.hidden,
-        topk=given.topk, experts=given.experts, dtype=given.dtype, layout=given.layout,
-        routing=os.path.basename(given.routing), cached=given.cached, graph=given.graph, num_sms=num_sms,
-        runs=given.runs, wrong=wrong, baseline_wrong=baseline_wrong, **beside,
-        **table.figures(times, moved, memcpy_gbps))
+        case=case,
+        mode=given.mode,
+        backend=backend,
+        ranks=comm.size,
+        tokens=num_tokens,
+        hidden=given.hidden,
+        topk=given.topk,
+        experts=given.experts,
+        dtype=given.dtype,
+        layout=given.layout,
+        routing=os.path.basename(given.routing),
+        cached=given.cached,
+        graph=given.graph,
+        num_sms=num_sms,
+        runs=given.runs,
+        wrong=wrong,
+        baseline_wrong=baseline_wrong,
+        **beside,
+        **table.figures(times, moved, memcpy_gbps),
+    )
 
 
 def make_buffer(comm: MPI.Intracomm, given: Arguments, shape: Shape) -> epcy.Buffer:
@@ -55,9 +73,17 @@ def make_buffer(comm: MPI.Intracomm, given: Arguments, shape: Shape) -> epcy.Buf
         lanes = min(shape.num_topk, shape.num_experts // comm.size) if given.routing != "one-hot" else 1
         num_max_recv_tokens = max(comm.size * shape.num_tokens * lanes, 1)
     return epcy.Buffer(
-        comm, num_max_tokens_per_rank=shape.num_tokens, hidden=shape.hidden, num_experts=shape.num_experts,
-        num_topk=shape.num_topk, dtype=BUFFER_DTYPES[shape.dtype], backend=given.backend, num_sms=given.num_sms,
-        num_max_recv_tokens=num_max_recv_tokens, preinitialize=True)
+        comm,
+        num_max_tokens_per_rank=shape.num_tokens,
+        hidden=shape.hidden,
+        num_experts=shape.num_experts,
+        num_topk=shape.num_topk,
+        dtype=BUFFER_DTYPES[shape.dtype],
+        backend=given.backend,
+        num_sms=given.num_sms,
+        num_max_recv_tokens=num_max_recv_tokens,
+        preinitialize=True,
+    )
 
 
 def refuse_what_is_missing(given: Arguments) -> None:
@@ -65,11 +91,14 @@ def refuse_what_is_missing(given: Arguments) -> None:
     if given.mode == "ll":
         raise epcy.NotSupportedError("--mode ll: low-latency calls are not there yet; leave --mode out (ht)")
     if given.graph:
-        raise epcy.NotSupportedError("--graph: CUDA graphs need the nvshmem backend, which is not there yet; leave --graph out")
+        raise epcy.NotSupportedError(
+            "--graph: CUDA graphs need the nvshmem backend, which is not there yet; leave --graph out"
+        )
 
 
 def run(comm: MPI.Intracomm, given: Arguments, argv: Sequence[str]) -> int:
     """Print the table, write the files; return 1 where a row was wrong. Collective, blocking."""
+
     def say(text: str) -> None:
         if comm.rank == 0:
             sys.stdout.write(text)
@@ -77,10 +106,12 @@ def run(comm: MPI.Intracomm, given: Arguments, argv: Sequence[str]) -> int:
 
     env = environment.describe(argv, comm.size)
     memcpy_gbps = measure.measure_memcpy(comm)
-    say(f"# {env['command']}\n# {env['date']}, {env['processor']}, {env['cores']} cores, {env['mpi']}\n"
-        f"# {comm.size} ranks, H {given.hidden}, K {given.topk}, E {given.experts}, {given.dtype}, {given.routing} routing, "
-        f"{given.layout} layout{', cached' if given.cached else ''}; memcpy of all ranks at once {memcpy_gbps:.1f} GB/s a rank "
-        "(read + written)\n")
+    say(
+        f"# {env['command']}\n# {env['date']}, {env['processor']}, {env['cores']} cores, {env['mpi']}\n"
+        f"# {comm.size} ranks, H {given.hidden}, K {given.topk}, E {given.experts}, {given.dtype}, "
+        f"{given.routing} routing, {given.layout} layout{', cached' if given.cached else ''}\n"
+        f"# memcpy by all ranks at once: {memcpy_gbps:.1f} GB/s a rank, bytes read and bytes written counted\n"
+    )
     say(table.heading(given.baseline))
     rows = []
     for case in given.cases:
@@ -94,6 +125,7 @@ def run(comm: MPI.Intracomm, given: Arguments, argv: Sequence[str]) -> int:
                 file.write("\n")
         if given.plot is not None:
             from epcy.bench import plot
+
             plot.draw(rows, given.plot)
     return int(any((row.wrong or 0) + (row.baseline_wrong or 0) for row in rows))
 

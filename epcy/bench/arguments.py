@@ -1,4 +1,5 @@
 """The command line of ``python -m epcy.bench``."""
+
 from __future__ import annotations
 
 import argparse
@@ -68,28 +69,75 @@ def parse(argv: Sequence[str], num_ranks: int) -> Arguments:
 def _make_parser() -> argparse.ArgumentParser:
     default = Arguments()
     parser = argparse.ArgumentParser(
-        "python -m epcy.bench", description="Time dispatch and combine, and check every row.",
-        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+        "python -m epcy.bench",
+        description="Time dispatch and combine, and check every row.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("cases", nargs="*", metavar="CASE", help=f"any of {', '.join(CASES)} (all)", default=list(CASES))
-    add("-b", "--min-tokens", type=_positive, default=default.min_tokens, metavar="MIN", help="tokens a rank (%(default)s)")
-    add("-e", "--max-tokens", type=_positive, default=None, metavar="MAX", help=f"up to here ({default.max_tokens})")
+    add(
+        "-b",
+        "--min-tokens",
+        type=_positive,
+        default=default.min_tokens,
+        metavar="MIN",
+        help="tokens a rank (%(default)s)",
+    )
+    add(
+        "-e",
+        "--max-tokens",
+        type=_positive,
+        default=None,
+        metavar="MAX",
+        help=f"up to here ({default.max_tokens})",
+    )
     add("-f", "--factor", type=_positive, default=default.factor, help="from size to size (%(default)s)")
     add("-n", "--runs", type=_positive, default=default.runs, help="timed runs a line (%(default)s)")
     add("-w", "--warmup", type=_natural, default=default.warmup, help="runs before them (%(default)s)")
-    add("--hidden", type=_positive, default=default.hidden, metavar="H", help="elements of a token (%(default)s)")
+    add(
+        "--hidden",
+        type=_positive,
+        default=default.hidden,
+        metavar="H",
+        help="elements of a token (%(default)s)",
+    )
     add("--topk", type=_positive, default=default.topk, metavar="K", help="experts of a token (%(default)s)")
-    add("--experts", type=_positive, default=default.experts, metavar="E", help="experts of all ranks (%(default)s)")
-    add("--dtype", choices=sorted(DTYPES), default=default.dtype, help="payload; fp8 comes back as bf16 (%(default)s)")
+    add(
+        "--experts",
+        type=_positive,
+        default=default.experts,
+        metavar="E",
+        help="experts of all ranks (%(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=sorted(DTYPES),
+        default=default.dtype,
+        help="payload; fp8 comes back as bf16 (%(default)s)",
+    )
     add("--backend", choices=("host", "nvshmem"), help="what moves the tokens (epcy's choice)")
-    add("--mode", choices=("ht", "ll"), default=default.mode, help="high throughput or low latency (%(default)s)")
+    add(
+        "--mode",
+        choices=("ht", "ll"),
+        default=default.mode,
+        help="high throughput or low latency (%(default)s)",
+    )
     add("--graph", action="store_true", help="replay CUDA graphs")
     add("--cached", action="store_true", help="use a known routing again: dispatch(handle=...)")
     add("--layout", choices=("rank", "expert"), default=default.layout, help="rows of dispatch (%(default)s)")
     add("--num-sms", type=_positive, metavar="N", help="SMs, or threads a rank on the host (epcy's choice)")
-    add("--routing", default=default.routing, metavar="ROUTING",
-        help=f"{', '.join(ROUTINGS)}, or a .npy file of expert ids (T, K) or (R, T, K) (%(default)s)")
-    add("--baseline", action="store_true", help="also time NumPy + MPI.Alltoallv, and print how many times faster epcy is")
+    add(
+        "--routing",
+        default=default.routing,
+        metavar="ROUTING",
+        help=f"{', '.join(ROUTINGS)}, or a .npy file of expert ids (T, K) or (R, T, K) (%(default)s)",
+    )
+    add(
+        "--baseline",
+        action="store_true",
+        help="also time NumPy + MPI.Alltoallv, and print how many times faster epcy is",
+    )
     add("--no-check", dest="check", action="store_false", help="leave #wrong out")
     add("--seed", type=_natural, default=default.seed, help="of tokens and routings (%(default)s)")
     add("--json", metavar="FILE", help="write every line and the environment")
@@ -103,7 +151,9 @@ def _refuse_misfits(parser: argparse.ArgumentParser, given: Arguments, num_ranks
         if case not in CASES:
             parser.error(f"argument CASE: {case!r} is none of {', '.join(CASES)}")
     if given.max_tokens < given.min_tokens:
-        parser.error(f"argument -e/--max-tokens: {given.max_tokens} is less than -b/--min-tokens {given.min_tokens}")
+        parser.error(
+            f"argument -e/--max-tokens: {given.max_tokens} is less than -b/--min-tokens {given.min_tokens}"
+        )
     if given.experts % num_ranks:
         parser.error(f"argument --experts: {given.experts} is not a multiple of the {num_ranks} ranks")
     if given.topk > given.experts and given.routing in ("random", "skewed"):
@@ -134,4 +184,4 @@ def _natural(text: str) -> int:
     return value
 
 
-_positive.__name__ = _natural.__name__ = "integer"      # what argparse calls them in its messages
+_positive.__name__ = _natural.__name__ = "integer"  # what argparse calls them in its messages

@@ -11,6 +11,7 @@ It moves the same rows as ``epcy.Buffer`` in the rank layout and gives the same 
 
 It uses no BLAS, so a rank is one thread whatever OPENBLAS_NUM_THREADS says.
 """
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -26,12 +27,13 @@ class Route(NamedTuple):
     """Where this rank's rows go and come from; rows are ordered by (rank, token) on both sides."""
 
     num_tokens: int
-    tokens: Array           # (S,) the token of each row sent
-    send_counts: Array      # (R,) int32, rows
+    tokens: Array  # (S,) the token of each row sent
+    send_counts: Array  # (R,) int32, rows
     send_starts: Array
     recv_counts: Array
     recv_starts: Array
-    meta: Array             # (N, 2K) uint32, as received: K global expert ids, K float32 weights
+    recv_topk_idx: Array  # (N, K) int64, local ids, -1 for experts elsewhere
+    recv_topk_weights: Array  # (N, K) float32, 0 for experts elsewhere
 
     @property
     def num_recv_tokens(self) -> int:
@@ -44,8 +46,16 @@ class AlltoallvExchange:
     Collective, blocking. Results are views of buffers that the next call overwrites.
     """
 
-    def __init__(self, comm: MPI.Intracomm, *, num_max_tokens_per_rank: int, hidden: int, num_experts: int,
-                 num_topk: int, dtype: Any) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        *,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        dtype: Any,
+    ) -> None:
         self.comm = comm
         self.hidden, self.num_topk = hidden, num_topk
         self.num_local_experts = num_experts // comm.size
@@ -62,8 +72,13 @@ class AlltoallvExchange:
         self._combined = np.empty((num_max_tokens_per_rank, hidden), self.dtype)
         self._scales: tuple[Array, Array] | None = None
 
-    def dispatch(self, x: Array | tuple[Array, Array], topk_idx: Array | None, topk_weights: Array | None,
-                 route: Route | None = None) -> tuple[Any, Array, Array, Route]:
+    def dispatch(
+        self,
+        x: Array | tuple[Array, Array],
+        topk_idx: Array | None,
+        topk_weights: Array | None,
+        route: Route | None = None,
+    ) -> tuple[Any, Array, Array, Route]:
         """Send each token once to every rank that owns one of its experts.
 
         Collective, blocking. ``x`` is (T, H), or (payload, scales) for e4m3; with ``route`` the ids, weights and
@@ -79,15 +94,14 @@ class AlltoallvExchange:
             if self._scales is None:
                 shape = (len(self._sent), scales.shape[1])
                 self._scales = np.empty(shape, np.float32), np.empty(shape, np.float32)
-            rows: Any = (self._exchange(payload, *_bytes_of(self._sent, self._received), route),
-                         self._exchange(scales, *self._scales, route))
+            sent, received = _as_bytes(self._sent), _as_bytes(self._received)
+            rows: Any = (
+                self._exchange(payload, sent, received, route),
+                self._exchange(scales, *self._scales, route),
+            )
         else:
             rows = self._exchange(x, self._sent, self._received, route)
-        local_idx = route.meta[:, :self.num_topk].view(np.int32) - self.comm.rank * self.num_local_experts
-        elsewhere = (local_idx < 0) | (local_idx >= self.num_local_experts)
-        local_idx[elsewhere] = -1
-        weights = np.where(elsewhere, np.float32(0), route.meta[:, self.num_topk:].view(np.float32))
-        return rows, local_idx.astype(np.int64), weights, route
+        return rows, route.recv_topk_idx, route.recv_topk_weights, route
 
     def combine(self, y: Array, route: Route) -> Array:
         """Send the rows (N, H) back and add, for each token, what its ranks returned; returns (T, H).
@@ -98,17 +112,23 @@ class AlltoallvExchange:
         back, size = self._sent, self.hidden
         mpi_type = _MPI_TYPES[y.dtype.itemsize]
         rows_out = np.ascontiguousarray(y).view(unit)
-        self.comm.Alltoallv([rows_out, route.recv_counts * size, route.recv_starts * size, mpi_type],
-                            [back.view(unit), route.send_counts * size, route.send_starts * size, mpi_type])
-        total = self._sum[:route.num_tokens]
+        self.comm.Alltoallv(
+            [rows_out, route.recv_counts * size, route.recv_starts * size, mpi_type],
+            [back.view(unit), route.send_counts * size, route.send_starts * size, mpi_type],
+        )
+        total = self._sum[: route.num_tokens]
         total.fill(0)
         for start, count in zip(route.send_starts.tolist(), route.send_counts.tolist(), strict=True):
-            tokens, rows, so_far = route.tokens[start:start + count], self._rows32[:count], self._so_far[:count]
-            np.copyto(rows, back[start:start + count], casting="unsafe")
+            tokens, rows, so_far = (
+                route.tokens[start : start + count],
+                self._rows32[:count],
+                self._so_far[:count],
+            )
+            np.copyto(rows, back[start : start + count], casting="unsafe")
             # total[tokens] += rows, without the new arrays that this would make.
             np.take(total, tokens, axis=0, out=so_far, mode="clip")
             total[tokens] = np.add(so_far, rows, out=so_far)
-        combined = self._combined[:route.num_tokens]
+        combined = self._combined[: route.num_tokens]
         np.copyto(combined, total, casting="unsafe")
         return combined
 
@@ -122,20 +142,29 @@ class AlltoallvExchange:
         recv_counts = np.empty_like(send_counts)
         self.comm.Alltoall(send_counts, recv_counts)
         meta = np.empty((num_tokens, 2 * self.num_topk), np.uint32)
-        meta[:, :self.num_topk] = topk_idx
-        meta[:, self.num_topk:] = topk_weights.astype(np.float32, copy=False).view(np.uint32)
-        route = Route(num_tokens, tokens, send_counts, _starts(send_counts), recv_counts, _starts(recv_counts), meta)
-        return route._replace(meta=self._exchange(meta, self._meta_sent, self._meta_received, route))
+        meta[:, : self.num_topk] = topk_idx
+        meta[:, self.num_topk :] = topk_weights.astype(np.float32, copy=False).view(np.uint32)
+        nothing = np.empty(0)
+        starts = _starts(send_counts), _starts(recv_counts)
+        route = Route(num_tokens, tokens, send_counts, starts[0], recv_counts, starts[1], nothing, nothing)
+        meta = self._exchange(meta, self._meta_sent, self._meta_received, route)
+        local_idx = meta[:, : self.num_topk].view(np.int32) - self.comm.rank * self.num_local_experts
+        elsewhere = (local_idx < 0) | (local_idx >= self.num_local_experts)
+        local_idx[elsewhere] = -1
+        weights = np.where(elsewhere, np.float32(0), meta[:, self.num_topk :].view(np.float32))
+        return route._replace(recv_topk_idx=local_idx.astype(np.int64), recv_topk_weights=weights)
 
     def _exchange(self, source: Array, sent: Array, received: Array, route: Route) -> Array:
         """Pack the rows of ``source`` that ``route`` names, exchange them, return the rows received."""
         unit, size = _unsigned(source.dtype), source.shape[1]
         mpi_type = _MPI_TYPES[source.dtype.itemsize]
-        packed = sent[:len(route.tokens)].view(unit)
+        packed = sent[: len(route.tokens)].view(unit)
         np.take(source.view(unit), route.tokens, axis=0, out=packed, mode="clip")
-        self.comm.Alltoallv([packed, route.send_counts * size, route.send_starts * size, mpi_type],
-                            [received.view(unit), route.recv_counts * size, route.recv_starts * size, mpi_type])
-        return received[:route.num_recv_tokens]
+        self.comm.Alltoallv(
+            [packed, route.send_counts * size, route.send_starts * size, mpi_type],
+            [received.view(unit), route.recv_counts * size, route.recv_starts * size, mpi_type],
+        )
+        return received[: route.num_recv_tokens]
 
 
 _MPI_TYPES = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T}
@@ -149,6 +178,6 @@ def _starts(counts: Array) -> Array:
     return (np.cumsum(counts) - counts).astype(np.int32)
 
 
-def _bytes_of(*buffers: Array) -> list[Array]:
+def _as_bytes(buffer: Array) -> Array:
     """Give e4m3 rows the first half (or quarter) of the memory that wider rows use."""
-    return [buffer.reshape(-1).view(np.uint8)[:buffer.size].reshape(buffer.shape) for buffer in buffers]
+    return buffer.reshape(-1).view(np.uint8)[: buffer.size].reshape(buffer.shape)

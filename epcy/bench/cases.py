@@ -3,6 +3,7 @@
 The experts of roundtrip do nothing: the rows that dispatch brought go back as they are (fp8 rows come back as bf16
 rows prepared before). combine times combine alone, on rows written where ``combine_input`` says, as experts would.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -53,7 +54,9 @@ def time_epcy(case: str, buf: epcy.Buffer, shape: Shape, inputs: Inputs, layout:
     return Timed(nothing, roundtrip)
 
 
-def time_baseline(case: str, exchange: AlltoallvExchange, shape: Shape, inputs: Inputs, cached: bool) -> Timed:
+def time_baseline(
+    case: str, exchange: AlltoallvExchange, shape: Shape, inputs: Inputs, cached: bool
+) -> Timed:
     """Return what to time of the baseline; the counterpart of ``time_epcy`` in the rank layout."""
     route = exchange.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)[3]
     known = route if cached else None
@@ -76,9 +79,14 @@ def time_baseline(case: str, exchange: AlltoallvExchange, shape: Shape, inputs: 
 
 def make_baseline(comm: MPI.Intracomm, shape: Shape) -> AlltoallvExchange:
     """Make the baseline for tokens of ``shape``; fp8 tokens come back as bf16."""
-    return AlltoallvExchange(comm, num_max_tokens_per_rank=shape.num_tokens, hidden=shape.hidden,
-                             num_experts=shape.num_experts, num_topk=shape.num_topk,
-                             dtype=DTYPES["bf16" if shape.dtype == "fp8" else shape.dtype])
+    return AlltoallvExchange(
+        comm,
+        num_max_tokens_per_rank=shape.num_tokens,
+        hidden=shape.hidden,
+        num_experts=shape.num_experts,
+        num_topk=shape.num_topk,
+        dtype=DTYPES["bf16" if shape.dtype == "fp8" else shape.dtype],
+    )
 
 
 def _expert_output(shape: Shape, num_rows: int) -> Array:

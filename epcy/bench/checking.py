@@ -3,6 +3,7 @@
 A rank knows the seed of every other, so it draws all inputs and works out alone what it should hold. Where rows lie
 and what combine adds up is asked of the reference; the tokens themselves are copies of inputs.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from epcy.bench.workload import Inputs, Shape, draw_inputs, draw_rows
 
 Array = NDArray[Any]
 
-COLUMNS = 512                   # combine is checked this many columns at a time, which bounds the memory
+COLUMNS = 512  # combine is checked this many columns at a time, which bounds the memory
 
 
 class Expected:
@@ -33,8 +34,9 @@ class Expected:
         drawn = [self.inputs if source == rank else self._draw(source) for source in range(size)]
         self.weights = [one.topk_weights for one in drawn]
         empty = [np.empty((shape.num_tokens, 0), np.float32)] * size
-        received, self.routing = reference.dispatch(empty, [one.topk_idx for one in drawn], self.weights,
-                                                    num_experts=shape.num_experts, layout=layout)
+        received, self.routing = reference.dispatch(
+            empty, [one.topk_idx for one in drawn], self.weights, num_experts=shape.num_experts, layout=layout
+        )
         self.received = received[rank]
         self.num_rows = self.received.num_recv_tokens
 
@@ -58,8 +60,9 @@ class Expected:
 
     def wrong_lanes(self, recv_topk_idx: Array, recv_topk_weights: Array) -> Array:
         """Return (N,) bool: which rows have other ids or weights than the reference."""
-        return (differ(recv_topk_idx, self.received.recv_topk_idx)
-                | differ(recv_topk_weights, self.received.recv_topk_weights))
+        return differ(recv_topk_idx, self.received.recv_topk_idx) | differ(
+            recv_topk_weights, self.received.recv_topk_weights
+        )
 
     def expert_output(self, rank: int, first_column: int) -> Array:
         """Draw the columns from ``first_column`` on of what the experts of ``rank`` return."""
@@ -73,17 +76,19 @@ class Expected:
             y[...] = 0
             return y
         for first in range(0, self.shape.hidden, COLUMNS):
-            y[:, first:first + COLUMNS] = self.expert_output(self.rank, first)
+            y[:, first : first + COLUMNS] = self.expert_output(self.rank, first)
         return y
 
     def wrong_tokens(self, combined_x: Array) -> Array:
         """Return (T,) bool: which tokens differ from the sum of what the reference says came back."""
+
         def only_here(of: Sequence[Array]) -> tuple[Array, ...]:
             return tuple(one if source == self.rank else one[:0] for source, one in enumerate(of))
 
         # The reference works for all ranks; with the other ranks' tokens left out it computes what is compared.
-        routing = replace(self.routing, topk_idx=only_here(self.routing.topk_idx),
-                          lane_row=only_here(self.routing.lane_row))
+        routing = replace(
+            self.routing, topk_idx=only_here(self.routing.topk_idx), lane_row=only_here(self.routing.lane_row)
+        )
         scale = only_here(self.weights) if self.layout == "expert" else None
         wrong = np.zeros(self.shape.num_tokens, np.bool_)
         if len(combined_x) != len(wrong):
@@ -91,7 +96,7 @@ class Expected:
         for first in range(0, self.shape.hidden, COLUMNS):
             ys = [self.expert_output(rank, first) for rank in range(self.size)]
             expected = reference.combine(ys, routing, scale)[self.rank][0]
-            wrong |= differ(combined_x[:, first:first + COLUMNS], expected)
+            wrong |= differ(combined_x[:, first : first + COLUMNS], expected)
         return wrong
 
 

@@ -1,4 +1,5 @@
 """What a result was measured on: models and versions, no names of hosts and no paths."""
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,5 @@
 """Runs and what is made of them: times over all ranks, the memcpy beside them, bytes."""
+
 from __future__ import annotations
 
 import ctypes
@@ -47,7 +48,9 @@ def summarize(us: Array) -> Times:
     return Times(float(slowest.min()), float(np.median(slowest)), float(p99))
 
 
-def time_runs(comm: MPI.Intracomm, align: Callable[[], object], timed: Timed, runs: int, warmup: int) -> Times:
+def time_runs(
+    comm: MPI.Intracomm, align: Callable[[], object], timed: Timed, runs: int, warmup: int
+) -> Times:
     """Run ``timed`` on every rank and time the Python call.
 
     Collective, blocking. ``align`` is a barrier before each run; the garbage collector rests meanwhile.
@@ -103,8 +106,11 @@ def count_bytes(case: str, shape: Shape, topk_idx: Array, comm: MPI.Intracomm, l
     """Count the bytes of ``case`` with this rank's expert ids (T, K). Collective, blocking."""
     rows, rows_away = count_rows(topk_idx, shape.num_experts // comm.size, comm.rank, comm.size, layout)
     total, total_away = np.array(comm.allgather((rows, rows_away))).mean(axis=0)
-    row_bytes = {"dispatch": shape.row_bytes, "combine": shape.returned_row_bytes,
-                 "roundtrip": shape.row_bytes + shape.returned_row_bytes}[case]
+    row_bytes = {
+        "dispatch": shape.row_bytes,
+        "combine": shape.returned_row_bytes,
+        "roundtrip": shape.row_bytes + shape.returned_row_bytes,
+    }[case]
     return Bytes(wire=float(total_away * row_bytes), moved=float(2 * total * row_bytes))
 
 

@@ -1,4 +1,5 @@
 """Draw the table: median time against tokens, epcy and the baseline, one colour for each case."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,12 +20,30 @@ def draw(rows: Sequence[Row], path: str) -> None:
         of_case = [row for row in rows if row.case == case]
         tokens = [row.tokens for row in of_case]
         axes.plot(tokens, [row.us_p50 for row in of_case], "o-", color=f"C{index}", label=f"{case}, epcy")
-        axes.plot(tokens, [row.floor_us for row in of_case], ":", color=f"C{index}", label=f"{case}, memcpy of its bytes")
+        axes.plot(
+            tokens,
+            [row.floor_us for row in of_case],
+            ":",
+            color=f"C{index}",
+            label=f"{case}, memcpy of its bytes",
+        )
         if of_case[0].baseline_us_p50 is not None:
-            axes.plot(tokens, [row.baseline_us_p50 for row in of_case], "s--", color=f"C{index}", label=f"{case}, baseline")
+            axes.plot(
+                tokens,
+                [row.baseline_us_p50 for row in of_case],
+                "s--",
+                color=f"C{index}",
+                label=f"{case}, baseline",
+            )
     first = rows[0]
-    axes.set(xscale="log", yscale="log", xlabel="tokens a rank", ylabel="us, median over runs of the slowest rank",
-             title=f"{first.ranks} ranks, H {first.hidden}, K {first.topk}, E {first.experts}, {first.dtype}, {first.backend}")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens a rank",
+        ylabel="us, median over runs of the slowest rank",
+        title=f"{first.ranks} ranks, {first.backend} backend: "
+        f"H {first.hidden}, K {first.topk}, E {first.experts}, {first.dtype}",
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path)

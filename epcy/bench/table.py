@@ -1,4 +1,5 @@
 """The table, in the manner of nccl-tests, and the rows of the JSON file."""
+
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
@@ -33,9 +34,9 @@ class Row:
     us_min: float
     us_p50: float
     us_p99: float
-    bytes_wire: float
+    bytes_wire: int
     gbps_wire: float
-    bytes_moved: float
+    bytes_moved: int
     gbps_moved: float
     wrong: int | None
     peer_copy_gbps: float
@@ -50,31 +51,51 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """Return what the JSON file holds: microseconds and GB/s to four digits, nothing hidden by more."""
-        return {name: float(f"{value:.4g}") if isinstance(value, float) and name.split("_")[0] != "bytes" else value
-                for name, value in asdict(self).items()}
+        return {
+            name: float(f"{value:.4g}") if isinstance(value, float) else value
+            for name, value in asdict(self).items()
+        }
 
 
-def figures(times: Times, moved: Bytes, peer_copy_gbps: float) -> dict[str, float]:
+def figures(times: Times, moved: Bytes, peer_copy_gbps: float) -> dict[str, Any]:
     """Return the fields of a row that are worked out from times and bytes; rates are those of the median."""
     gbps_moved = moved.moved / times.us_p50 / 1e3
     return {
-        "us_min": times.us_min, "us_p50": times.us_p50, "us_p99": times.us_p99,
-        "bytes_wire": moved.wire, "gbps_wire": moved.wire / times.us_p50 / 1e3,
-        "bytes_moved": moved.moved, "gbps_moved": gbps_moved,
-        "peer_copy_gbps": peer_copy_gbps, "peer_copy_share": gbps_moved / peer_copy_gbps,
+        "us_min": times.us_min,
+        "us_p50": times.us_p50,
+        "us_p99": times.us_p99,
+        "bytes_wire": round(moved.wire),
+        "gbps_wire": moved.wire / times.us_p50 / 1e3,
+        "bytes_moved": round(moved.moved),
+        "gbps_moved": gbps_moved,
+        "peer_copy_gbps": peer_copy_gbps,
+        "peer_copy_share": gbps_moved / peer_copy_gbps,
         "floor_us": moved.moved / peer_copy_gbps / 1e3,
     }
 
 
 def baseline_figures(name: str, times: Times, epcy_us_p50: float) -> dict[str, Any]:
     """Return the fields of a row about the baseline; the speedup is one of medians."""
-    return {"baseline": name, "baseline_us_min": times.us_min, "baseline_us_p50": times.us_p50,
-            "baseline_us_p99": times.us_p99, "speedup": times.us_p50 / epcy_us_p50}
+    return {
+        "baseline": name,
+        "baseline_us_min": times.us_min,
+        "baseline_us_p50": times.us_p50,
+        "baseline_us_p99": times.us_p99,
+        "speedup": times.us_p50 / epcy_us_p50,
+    }
 
 
-_COLUMNS = (                    # heading, unit, width
-    ("case", "", 10), ("tokens", "a rank", 7), ("wire", "bytes", 10), ("min", "us", 9), ("median", "us", 9), ("p99", "us", 9),
-    ("wire", "GB/s", 7), ("moved", "GB/s", 7), ("memcpy", "%", 6), ("#wrong", "rows", 6),
+_COLUMNS = (  # heading, unit, width
+    ("case", "", 10),
+    ("tokens", "a rank", 7),
+    ("wire", "bytes", 10),
+    ("min", "us", 9),
+    ("median", "us", 9),
+    ("p99", "us", 9),
+    ("wire", "GB/s", 7),
+    ("moved", "GB/s", 7),
+    ("memcpy", "%", 6),
+    ("#wrong", "rows", 6),
 )
 _BASELINE_COLUMNS = (("baseline", "us", 9), ("#wrong", "rows", 6), ("speedup", "x", 7))
 
@@ -88,12 +109,24 @@ def heading(with_baseline: bool) -> str:
 
 def line(row: Row) -> str:
     """Return one line of the table."""
-    cells = [row.case, str(row.tokens), f"{row.bytes_wire:.0f}", _short(row.us_min), _short(row.us_p50), _short(row.us_p99),
-             _short(row.gbps_wire), _short(row.gbps_moved), f"{100 * row.peer_copy_share:.0f}", _count(row.wrong)]
+    cells = [
+        row.case,
+        str(row.tokens),
+        f"{row.bytes_wire:.0f}",
+        _short(row.us_min),
+        _short(row.us_p50),
+        _short(row.us_p99),
+        _short(row.gbps_wire),
+        _short(row.gbps_moved),
+        f"{100 * row.peer_copy_share:.0f}",
+        _count(row.wrong),
+    ]
     if row.baseline is not None:
         cells += [_short(row.baseline_us_p50), _count(row.baseline_wrong), _short(row.speedup)]
     columns = _COLUMNS + _BASELINE_COLUMNS
-    return "  " + " ".join(f"{cell:>{column[2]}}" for cell, column in zip(cells, columns, strict=False)) + "\n"
+    return (
+        "  " + " ".join(f"{cell:>{column[2]}}" for cell, column in zip(cells, columns, strict=False)) + "\n"
+    )
 
 
 def _short(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 Every rank can draw every other rank's inputs, so the check needs no communication of its own.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "fp16": np.dtype(np.float16),
     "fp32": np.dtype(np.float32),
-    "fp8": np.dtype(np.uint8),          # e4m3 bytes, with float32 scales for each 128 values
+    "fp8": np.dtype(np.uint8),  # e4m3 bytes, with float32 scales for each 128 values
 }
 BUFFER_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "bfloat16"}
 ROUTINGS = ("random", "one-hot", "skewed")
@@ -98,11 +99,16 @@ def draw_topk_idx(rng: np.random.Generator, shape: Shape, routing: str, rank: in
         times = rng.exponential(size=size)
         if routing == "skewed":
             times *= 1.0 + np.arange(shape.num_experts)
-        return np.argsort(times, axis=1)[:, :shape.num_topk].astype(np.int64)
+        drawn: Array = np.argsort(times, axis=1)[:, : shape.num_topk].astype(np.int64)
+        return drawn
     recorded = load_routing(Path(routing), shape.num_topk, shape.num_experts)
+    first = 0
     if recorded.ndim == 3:
-        return recorded[rank % len(recorded)][np.arange(shape.num_tokens) % recorded.shape[1]]
-    return recorded[(rank * shape.num_tokens + np.arange(shape.num_tokens)) % len(recorded)]
+        recorded = recorded[rank % len(recorded)]
+    else:
+        first = rank * shape.num_tokens
+    repeated: Array = recorded[(first + np.arange(shape.num_tokens)) % len(recorded)]
+    return repeated
 
 
 def load_routing(path: Path, num_topk: int, num_experts: int) -> Array:
@@ -110,16 +116,26 @@ def load_routing(path: Path, num_topk: int, num_experts: int) -> Array:
     try:
         recorded = np.load(path)
     except OSError as error:
-        raise ValueError(f"--routing {path.name}: neither one of {', '.join(ROUTINGS)} nor a file that can be read "
-                         f"({error.strerror or error})") from None
+        raise ValueError(
+            f"--routing {path.name}: neither one of {', '.join(ROUTINGS)} nor a file that can be read "
+            f"({error.strerror or error})"
+        ) from None
     except (ValueError, EOFError):
         raise ValueError(f"--routing {path.name}: not a .npy file") from None
-    if not isinstance(recorded, np.ndarray) or recorded.dtype.kind not in "iu" or recorded.ndim not in (2, 3) \
-            or 0 in recorded.shape:
+    if (
+        not isinstance(recorded, np.ndarray)
+        or recorded.dtype.kind not in "iu"
+        or recorded.ndim not in (2, 3)
+        or 0 in recorded.shape
+    ):
         raise ValueError(f"--routing {path.name}: expected integers of shape (T, K) or (R, T, K)")
     if recorded.shape[-1] != num_topk:
-        raise ValueError(f"--routing {path.name}: the file has {recorded.shape[-1]} lanes a token, --topk is {num_topk}")
+        raise ValueError(
+            f"--routing {path.name}: the file has {recorded.shape[-1]} lanes a token, --topk is {num_topk}"
+        )
     if recorded.min() < -1 or recorded.max() >= num_experts:
-        raise ValueError(f"--routing {path.name}: ids from {recorded.min()} to {recorded.max()}, "
-                         f"--experts {num_experts} allows -1 to {num_experts - 1}")
+        raise ValueError(
+            f"--routing {path.name}: ids from {recorded.min()} to {recorded.max()}, "
+            f"--experts {num_experts} allows -1 to {num_experts - 1}"
+        )
     return recorded.astype(np.int64)

@@ -1,0 +1,66 @@
+"""The bench as users run it: every row right, the file as documented, refusals on all ranks."""
+
+import json
+
+import numpy as np
+import pytest
+
+from epcy.bench.__main__ import main
+
+SMALL = ["-b", "3", "-e", "12", "-f", "4", "-n", "3", "-w", "1", "--hidden", "256", "--topk", "2"]
+
+
+@pytest.fixture
+def small(comm):
+    return [*SMALL, "--experts", str(4 * comm.size)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--baseline"],
+        ["--cached", "--baseline"],
+        ["--layout", "expert"],
+        ["--dtype", "fp8", "--baseline"],
+        ["--dtype", "fp16", "--routing", "one-hot"],
+        ["--dtype", "fp32", "--routing", "skewed", "--layout", "expert"],
+        ["--routing", "one-hot", "--layout", "expert", "--cached"],
+        ["--num-sms", "2"],
+    ],
+    ids=" ".join,
+)
+def test_no_row_is_wrong(comm, same, tmp_path, small, options):
+    path = same(str(tmp_path / "rows.json"))
+    assert main([*small, *options, "--json", path]) == 0
+    comm.Barrier()
+    with open(path, encoding="utf-8") as file:
+        written = json.load(file)
+    assert written["schema"] == 1
+    assert [(row["case"], row["tokens"]) for row in written["rows"]] == [
+        (case, tokens) for case in ("dispatch", "combine", "roundtrip") for tokens in (3, 12)
+    ]
+    for row in written["rows"]:
+        assert row["wrong"] == 0
+        assert row["ranks"] == comm.size
+        assert 0 < row["us_min"] <= row["us_p50"] <= row["us_p99"]
+        if "--baseline" in options:
+            assert row["baseline_wrong"] == 0
+            assert row["speedup"] == pytest.approx(row["baseline_us_p50"] / row["us_p50"], rel=1e-2)
+
+
+def test_recorded_routing(comm, same, tmp_path, small):
+    path = same(str(tmp_path / "ids.npy"))
+    if comm.rank == 0:
+        np.save(path, np.array([[0, 1], [2, -1], [4 * comm.size - 1, 0]]))
+    comm.Barrier()
+    assert main(["roundtrip", *small, "--routing", path]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [(["--mode", "ll"], "--mode ll"), (["--graph"], "--graph"), (["--hidden", "0"], "--hidden")],
+)
+def test_refusals_reach_every_rank_once(comm, capsys, options, text):
+    assert main(options) == 2
+    err = capsys.readouterr().err
+    assert (text in err) == (comm.rank == 0)

@@ -1,0 +1,108 @@
+"""The examples run, learn, and give the same with and without epcy, on any number of ranks."""
+
+import runpy
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def test_first_steps(comm, capsys, backend):
+    if 8 % comm.size:
+        pytest.skip("8 experts need 1, 2, 4 or 8 ranks")
+    runpy.run_path(str(EXAMPLES / "first_steps.py"))
+    assert ("token 0: 1 through experts" in capsys.readouterr().out) == (comm.rank == 0)
+
+
+def test_training_with_and_without_epcy_agrees(comm, same, tmp_path, monkeypatch, capsys, backend):
+    if 8 % comm.size:
+        pytest.skip("8 experts need 1, 2, 4 or 8 ranks")
+    import moe_lm
+
+    argv = "--steps 8 --batch 512 --text-bytes 400000 --sample-bytes 3 --evaluate-every 4 --verify".split()
+    monkeypatch.setattr(sys, "argv", ["moe_lm.py", *argv, "--backend", backend])
+    moe_lm.main()
+    out = capsys.readouterr().out
+    if comm.rank == 0:
+        assert "the runs agree" in out
+        assert "equal to the bit in 8 of 8 steps" in out
+        assert "unigram entropy" in out
+    else:
+        assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [(["--batch", "12"], "--batch"), (["--steps", "0"], "--steps"), (["--no-such"], "--no-such")],
+)
+def test_wrong_options_stop_every_rank(comm, monkeypatch, capsys, options, text):
+    import moe_lm
+
+    monkeypatch.setattr(sys, "argv", ["moe_lm.py", *options])
+    with pytest.raises(SystemExit) as stop:
+        moe_lm.main()
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert comm.rank != 0 or text in err or 8 % comm.size
+
+
+def test_gradients_are_those_of_differences(comm, backend):
+    """Of every kind of parameter and of the input, through both exchanges, on whatever ranks there are."""
+    from moe_layer import MoELayer
+
+    import epcy
+
+    shards, num_tokens, hidden, inner, local, num_topk = 2, 5, 8, 12, 2, 2
+    num_experts = local * comm.size
+    rng = np.random.default_rng(comm.rank)
+    everyones = np.random.default_rng(99)
+
+    def draw(rng, *shape):
+        return rng.standard_normal(shape, np.float32)
+
+    h, direction = draw(rng, shards, num_tokens, hidden), draw(rng, shards, num_tokens, hidden)
+    router = draw(everyones, hidden, num_experts)
+    w1, w2 = draw(rng, local, hidden, inner), draw(rng, local, inner, hidden)
+    with epcy.Buffer(
+        comm,
+        num_max_tokens_per_rank=shards * num_tokens,
+        hidden=hidden,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        dtype="float32",
+        backend=backend,
+    ) as buf:
+        layer = MoELayer(buf, lambda _: nullcontext(), router, w1, w2, num_topk=num_topk, balance=0.0)
+
+        def loss():
+            return comm.allreduce(float((layer.forward(h)[0].astype(np.float64) * direction).sum()))
+
+        grads = [np.zeros((shards, *router.shape), np.float32), np.zeros_like(w1), np.zeros_like(w2)]
+        dh = layer.backward(direction, layer.forward(h)[1], *grads, token_share=1.0)
+        grad_router = comm.allreduce(grads[0].sum(axis=0))
+        checked = {"h": (h, dh), "router": (router, grad_router), "w1": (w1, grads[1]), "w2": (w2, grads[2])}
+        step = 1e-3
+        for owner in range(comm.size):
+            for name, (array, grad) in checked.items():
+                # The place of steepest slope; all ranks hold the router, one rank holds each of the others.
+                place = np.unravel_index(np.argmax(np.abs(grad)), grad.shape)
+                if name == "router":
+                    place = comm.bcast(place, root=owner)
+                moves = name == "router" or comm.rank == owner
+                differences = []
+                for sign in (1, -1):
+                    array[place] += np.float32(sign * step * moves)
+                    differences.append(sign * loss())
+                    array[place] -= np.float32(sign * step * moves)
+                slope = sum(differences) / (2 * step)
+                expected = comm.bcast(float(grad[place]), root=owner)
+                assert slope == pytest.approx(expected, rel=3e-2, abs=2e-2), name
