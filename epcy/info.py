@@ -52,7 +52,9 @@ print(json.dumps({"gpus": gpus, **versions}))
 NVSHMEM_PROBE = """
 import json
 from cuda.pathfinder import load_nvidia_dynamic_lib
-print(json.dumps({"path": load_nvidia_dynamic_lib("nvshmem_host").abs_path}))
+path = load_nvidia_dynamic_lib("nvshmem_host").abs_path  # the extension module links it
+import epcy.backends.nvshmem
+print(json.dumps({"path": path}))
 """
 
 IMPORT_PROBE = "import json, {module}; print(json.dumps(dict()))"
@@ -241,10 +243,7 @@ def _nvshmem(mpi: dict[str, Any], gpu: dict[str, Any]) -> dict[str, Any]:
         return _verdict(f"CuPy: {gpu['error']}")
     if not gpu["gpus"]:
         return _verdict("no GPU is visible")
-    library = _probe(NVSHMEM_PROBE)
-    if "error" in library:
-        return _verdict(f"libnvshmem_host: {library['error']}")
-    return _verdict(_module("epcy.backends.nvshmem"))
+    return _verdict(_probe(NVSHMEM_PROBE).get("error"))
 
 
 def _machine() -> dict[str, Any]:
