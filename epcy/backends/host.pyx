@@ -6,6 +6,7 @@ move the data, `finish` (say so, wait for everybody). The C side is src/host; no
 constructor and before `free`.
 """
 
+import mmap
 import os
 import time
 import weakref
@@ -94,10 +95,12 @@ cdef class Heap:
 
     cdef int64_t untouched(self) noexcept:
         """Bytes of the window, all ranks' parts, that were promised and are not yet in use."""
-        return 0 if self.window is None else epcy_host_untouched(self.start, self.nbytes) * self.num_ranks
+        return 0 if self.window is None or self.num_ranks == 1 else epcy_host_untouched(self.start, self.nbytes) * self.num_ranks
 
     cdef int close(self) except -1:
         """Collective: free the window, and keep the addresses from becoming anything else's."""
+        if self.num_ranks == 1:
+            return 0            # the last array that looks at it takes the memory along
         self.window.Free()
         self.window = None
         self.guarded = epcy_host_guard(self.start, self.nbytes) == 0
@@ -113,6 +116,7 @@ cdef class HostBackend:
         from mpi4py import MPI
 
         cdef int rank, size = comm.size, i
+        cdef uint8_t[::1] alone
         self.comm, self.token, self.identities = comm, token, identities
         self.timeout = options["timeout"]
         self.h.rank = comm.rank
@@ -122,11 +126,16 @@ cdef class HostBackend:
         self.h.shape.num_rows = shape["num_rows"]
         nbytes = heap_layout(shape)["total"]
         bootstrap.exchange(comm, None, self.no_room(nbytes, size), self.timeout, "Buffer()")
-        window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm)
+        # For a rank alone MPI may take the memory from malloc, which gives it to others after free() while arrays
+        # of the user still look at it.
+        window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm) if size > 1 else mmap.mmap(-1, nbytes)
         self.h.base = <char **>calloc(size, sizeof(char *))
         if self.h.base == NULL:
             raise MemoryError
-        for rank in range(size):
+        if size == 1:
+            alone = window
+            self.h.base[0] = <char *>&alone[0]
+        for rank in range(size if size > 1 else 0):
             self.h.base[rank] = <char *><uintptr_t>window.Shared_query(rank)[0].address
         self.heap = Heap.__new__(Heap)
         self.heap.window, self.heap.num_ranks = window, size
