@@ -142,9 +142,8 @@ def test_wrong_argument(comm, buf, everybody, operation):
             told = str(error)
         else:
             good = np.ones((handle.num_rows, H), BFLOAT16)
-            error = raised(
-                lambda: buf.dispatch(X, IDX) if operation == "dispatch" else buf.combine(good, handle)
-            )  # noqa: B023
+            right = {"dispatch": (buf.dispatch, X, IDX), "combine": (buf.combine, good, handle)}[operation]
+            error = raised(functools.partial(*right))
             assert type(error) is epcy.PeerError and error.ranks == (culprit,), f"{title}: {error!r}"
             assert f"rank {culprit} refused {operation}" in str(error), f"{title}: {error}"
             told = str(error).partition("): ")[2]

@@ -1,0 +1,110 @@
+"""Cases C11, a late peer, and C15, the GIL during a wait. Killed ranks and Ctrl-C: test_jobs.py."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import epcy
+from mpi.cases import check_combine, check_dispatch, counted_rows, draw, raised
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(comm):
+    if comm.size == 1:
+        pytest.skip("two ranks")
+
+
+def test_c11_too_late(comm, make_buffer):
+    buf = make_buffer(timeout=0.5)
+    x, idx = counted_rows(comm, 2), np.zeros((2, 2), np.int64)
+    buf.barrier()
+    late = comm.size - 1
+    start = time.monotonic()
+    if comm.rank != late:
+        error = raised(lambda: buf.dispatch(x, idx))
+        assert time.monotonic() - start < 1.5
+        assert type(error) is epcy.PeerTimeoutError and isinstance(error, TimeoutError)
+        assert error.ranks == (late,) and error.phase == "arrival" and error.epoch == 2
+        for text in (
+            f"rank {late}",
+            "arrival",
+            "timeout=0.5",
+            f"rank {comm.rank}",
+            "dispatch (call 2)",
+            "reset()",
+        ):
+            assert text in str(error), error
+    comm.Barrier()
+    buf.reset()
+    sent = draw(3, comm.size, 6, num_experts=4 * comm.size)
+    r, routing = check_dispatch(buf, sent)
+    check_combine(buf, r.handle, routing, 3)
+
+
+def test_c11_late_but_in_time(comm, make_buffer):
+    buf = make_buffer(timeout=10)
+    sent = draw(3, comm.size, 6, num_experts=4 * comm.size)
+    for late in (0, comm.size - 1):
+        if comm.rank == late:
+            time.sleep(0.5)
+        r, routing = check_dispatch(buf, sent)
+        if comm.rank == late:
+            time.sleep(0.2)
+        check_combine(buf, r.handle, routing, 3)
+
+
+@pytest.mark.parametrize("operation", ["combine", "barrier", "reset", "free"])
+def test_every_collective_call_is_bounded(comm, make_buffer, operation):
+    buf = make_buffer(timeout=0.3)
+    r = buf.dispatch(counted_rows(comm, 2), np.zeros((2, 2), np.int64))
+    calls = {"combine": lambda: buf.combine(r.recv_x, r.handle), "barrier": buf.barrier}
+    calls |= {"reset": buf.reset, "free": buf.free}
+    start = time.monotonic()
+    if comm.rank == 0:
+        error = raised(calls[operation])
+        assert isinstance(error, epcy.PeerTimeoutError), error
+        assert error.ranks == tuple(range(1, comm.size)) and time.monotonic() - start < 1.5
+    comm.Barrier()
+    if operation == "free":
+        if comm.rank:
+            assert isinstance(raised(buf.free), epcy.PeerError)
+    else:
+        buf.reset()
+        buf.barrier()
+
+
+def test_constructor_is_bounded(comm, backend):
+    sizes = {"num_max_tokens_per_rank": 4, "hidden": 64, "num_experts": comm.size, "num_topk": 1}
+    lonely = comm.Dup()  # broken by this test, so never freed
+    if comm.rank == 0:
+        error = raised(lambda: epcy.Buffer(lonely, backend=backend, timeout=0.3, **sizes))
+        assert isinstance(error, epcy.PeerTimeoutError) and error.phase == "bootstrap", error
+    comm.Barrier()
+
+
+def test_c15_other_threads_run(comm, make_buffer):
+    buf = make_buffer(timeout=20)
+    buf.barrier()
+    late = comm.size - 1
+    if comm.rank == late:
+        time.sleep(1)
+    counts, over = [0], threading.Event()
+
+    def count():
+        while not over.is_set():
+            counts[0] += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    start = time.monotonic()
+    buf.dispatch(counted_rows(comm, 2), np.zeros((2, 2), np.int64))
+    waited = time.monotonic() - start
+    reached = counts[0]
+    over.set()
+    thread.join()
+    if comm.rank == 0:
+        assert waited > 0.7
+        assert reached > 100
