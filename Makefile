@@ -49,7 +49,7 @@ wheel: $(VENV)/.deps ## an sdist, and a wheel made from it, in dist/
 	$(PY) -m build -q
 
 test-gpu: build ## the GPU tests on NP ranks with PYTHON and the mpiexec on PATH
-	EPCY_TEST_BACKENDS=$${EPCY_TEST_BACKENDS:-host,nvshmem} mpiexec -n $(NP) "$(PYTHON)" $(PYTEST) tests/gpu tests/mpi $(ARGS)
+	EPCY_TEST_BACKENDS=$${EPCY_TEST_BACKENDS:-host,nvshmem} mpiexec -n $(NP) "$(PYTHON)" $(PYTEST) $(wildcard tests/gpu) tests/mpi $(ARGS)
 
 bench-gpu: build ## the bench on NP ranks with PYTHON, nvshmem backend
 	mpiexec -n $(NP) "$(PYTHON)" -m mpi4py -m epcy.bench dispatch combine roundtrip --backend nvshmem --baseline $(ARGS)
