@@ -90,7 +90,6 @@ def test_gradients_are_those_of_differences(comm, backend):
         dh = layer.backward(direction, layer.forward(h)[1], *grads, token_share=1.0)
         grad_router = comm.allreduce(grads[0].sum(axis=0))
         checked = {"h": (h, dh), "router": (router, grad_router), "w1": (w1, grads[1]), "w2": (w2, grads[2])}
-        step = 1e-3
         for owner in range(comm.size):
             for name, (array, grad) in checked.items():
                 # The place of steepest slope; all ranks hold the router, one rank holds each of the others.
@@ -98,11 +97,19 @@ def test_gradients_are_those_of_differences(comm, backend):
                 if name == "router":
                     place = comm.bcast(place, root=owner)
                 moves = name == "router" or comm.rank == owner
-                differences = []
-                for sign in (1, -1):
-                    array[place] += np.float32(sign * step * moves)
-                    differences.append(sign * loss())
-                    array[place] -= np.float32(sign * step * moves)
-                slope = sum(differences) / (2 * step)
                 expected = comm.bcast(float(grad[place]), root=owner)
-                assert slope == pytest.approx(expected, rel=3e-2, abs=2e-2), name
+                slopes = []
+                for step in (
+                    1e-3,
+                    5e-5,
+                ):  # within the longer one a ReLU may tip over, the shorter is less exact
+                    there, back = np.float32(step * moves), array[place]
+                    differences = []
+                    for sign in (1, -1):
+                        array[place] = back + sign * there
+                        differences.append(sign * loss())
+                    array[place] = back
+                    slopes.append(sum(differences) / (2 * step))
+                assert pytest.approx(expected, rel=1e-2, abs=5e-2) in slopes, (
+                    f"{name} of rank {owner}: {slopes}"
+                )
