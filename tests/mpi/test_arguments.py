@@ -1,5 +1,7 @@
 """Every wrong argument: its class, its name, what was seen and expected; on one rank and on all; the Buffer goes on."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,0 +1,213 @@
+"""Making a Buffer: communicators of every kind, options that differ or are wrong, too large a heap."""
+
+import os
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import epcy
+from epcy.options import OPTIONS
+from mpi.cases import check_combine, check_dispatch, draw, raised
+
+SIZES = {"num_max_tokens_per_rank": 4, "hidden": 64, "num_topk": 1}
+
+
+def sizes(comm, **options):
+    return {**SIZES, "num_experts": comm.size, **options}
+
+
+def works(buf, comm):
+    experts, hidden, topk = buf.num_local_experts * comm.size, buf.options["hidden"], buf.options["num_topk"]
+    sent = draw(3, comm.size, 4, num_experts=experts, hidden=hidden, num_topk=topk)
+    r, routing = check_dispatch(buf, sent)
+    check_combine(buf, r.handle, routing, 3)
+
+
+def test_attributes(comm, make_buffer, backend):
+    buf = make_buffer(num_experts=3 * comm.size, timeout=7, num_sms=2)
+    assert (buf.rank, buf.size, buf.backend, buf.num_local_experts) == (comm.rank, comm.size, backend, 3)
+    assert buf.num_sms == 2 and buf.topology.num_nodes == 1
+    assert MPI.Comm.Compare(buf.comm, comm) == MPI.CONGRUENT
+    assert buf.options["timeout"] == 7 and buf.options["dtype"] == "bfloat16"
+    assert set(buf.options) == {option.name for option in OPTIONS}
+    assert buf.options["num_max_recv_tokens"] >= 16 * comm.size
+    assert f"rank {comm.rank} of {comm.size}" in repr(buf)
+    if backend == "host":
+        assert buf.xp is np
+
+
+def test_default_communicator(backend):
+    with epcy.Buffer(backend=backend, **sizes(MPI.COMM_WORLD)) as buf:
+        assert MPI.Comm.Compare(buf.comm, MPI.COMM_WORLD) == MPI.CONGRUENT
+
+
+def test_users_communicator_stays_his(comm, make_buffer):
+    """Messages of the user's on the communicator never meet the Buffer's."""
+    request = comm.irecv(source=(comm.rank + 1) % comm.size, tag=0)
+    buf = make_buffer()
+    works(buf, comm)
+    buf.free()
+    comm.send("mine", dest=(comm.rank - 1) % comm.size, tag=0)
+    assert request.wait() == "mine"
+
+
+@pytest.mark.parametrize("wrong", [MPI.COMM_NULL, "world", 7, MPI.GROUP_EMPTY])
+def test_no_communicator(backend, wrong):
+    error = raised(lambda: epcy.Buffer(wrong, backend=backend, num_experts=1, **SIZES))
+    assert type(error) is epcy.ArgumentError and str(error).startswith("comm: "), repr(error)
+
+
+def test_intercommunicator(comm, backend):
+    if comm.size == 1:
+        pytest.skip("two ranks")
+    half = comm.rank * 2 >= comm.size
+    local = comm.Split(half, comm.rank)
+    inter = local.Create_intercomm(0, comm, 0 if half else -(-comm.size // 2), 3)
+    error = raised(lambda: epcy.Buffer(inter, backend=backend, **sizes(comm)))
+    assert type(error) is epcy.ArgumentError
+    for text in ("comm: ", "intercommunicator", "Merge"):
+        assert text in str(error)
+    inter.Free()
+    local.Free()
+
+
+DIFFERENT = {
+    "num_max_tokens_per_rank": 5, "hidden": 128, "num_topk": 2, "dtype": "float32", "num_max_recv_tokens": 77,
+    "timeout": 9.0, "num_sms": 2, "preinitialize": True, "spin_us": 3.0,
+}  # fmt: skip
+
+
+def test_every_compared_option(comm, backend):
+    if comm.size == 1:
+        pytest.skip("two ranks")
+    compared = {option.name for option in OPTIONS if option.compared}
+    assert {*DIFFERENT, "num_experts", "backend"} >= compared
+    last = comm.size - 1
+    for name in sorted(compared - {"backend"}):
+        options = sizes(comm, timeout=10)
+        if comm.rank == last:
+            options[name] = {**DIFFERENT, "num_experts": 2 * comm.size}[name]
+        error = raised(lambda: epcy.Buffer(comm, backend=backend, **options))  # noqa: B023
+        assert type(error) is epcy.MismatchError and str(error).startswith(f"{name}: "), repr(error)
+        assert f"rank {last}: {({**DIFFERENT, 'num_experts': 2 * comm.size})[name]!r}" in str(error)
+
+
+WRONG = {
+    "hidden": (-1, epcy.ArgumentError),
+    "num_topk": (0, epcy.ArgumentError),
+    "num_max_tokens_per_rank": ("many", epcy.ArgumentError),
+    "dtype": ("float64", epcy.ArgumentError),
+    "timeout": (float("nan"), epcy.ArgumentError),
+    "preinitialize": (1, epcy.ArgumentError),
+    "colour": ("blue", epcy.ArgumentError),
+    "num_max_recv_tokens": (0, epcy.ArgumentError),
+    "num_sms": (0, epcy.ArgumentError),
+    "spin_us": (-1, epcy.ArgumentError),
+    "status_dir": ("/proc/nowhere", epcy.ArgumentError),
+    "backend": ("carrier pigeon", epcy.ArgumentError),
+}
+
+
+@pytest.mark.parametrize("everybody", [False, True])
+def test_wrong_options(comm, backend, everybody):
+    for number, (name, (value, kind)) in enumerate(WRONG.items()):
+        culprit = number % comm.size
+        options = sizes(comm, backend=backend)
+        if everybody or comm.rank == culprit:
+            options[name] = value
+        error = raised(lambda: epcy.Buffer(comm, **options))  # noqa: B023
+        mine = everybody or comm.rank == culprit
+        assert type(error) is (kind if mine else epcy.PeerError), f"{name}: {error!r}"
+        assert name in str(error), error
+        if not mine:
+            assert error.ranks == (culprit,) and f"rank {culprit}" in str(error)
+    with epcy.Buffer(comm, backend=backend, **sizes(comm)) as buf:
+        works(buf, comm)
+
+
+def test_experts_that_do_not_divide(comm, backend):
+    if comm.size == 1:
+        pytest.skip("two ranks")
+    error = raised(lambda: epcy.Buffer(comm, backend=backend, **sizes(comm, num_experts=comm.size + 1)))
+    assert type(error) is epcy.ArgumentError
+    for text in ("num_experts", f"multiple of the number of ranks ({comm.size})", f"got {comm.size + 1}"):
+        assert text in str(error)
+
+
+def test_required_options(backend):
+    for name in SIZES:
+        given = {**SIZES, "num_experts": MPI.COMM_WORLD.size}
+        del given[name]
+        error = raised(lambda: epcy.Buffer(backend=backend, **given))  # noqa: B023
+        assert type(error) is epcy.ArgumentError and str(error).startswith(f"{name}: ")
+    assert isinstance(raised(lambda: epcy.Buffer(MPI.COMM_WORLD, 4)), TypeError)  # the rest by keyword only
+
+
+def test_too_large_a_heap(comm, backend):
+    if backend != "host":
+        pytest.skip("shared memory")
+    before = os.statvfs("/dev/shm").f_bavail
+    most = 4 * os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize // 8192 // comm.size
+    error = raised(lambda: epcy.Buffer(comm, **sizes(comm, hidden=4096, num_max_tokens_per_rank=most)))
+    assert type(error) is epcy.HeapError and isinstance(error, MemoryError), repr(error)
+    needed = epcy.Buffer.size_hint(comm.size, **sizes(comm, hidden=4096, num_max_tokens_per_rank=most))[
+        "total"
+    ]
+    for text in ("num_max_tokens_per_rank", str(needed), str(needed * comm.size), "/dev/shm"):
+        assert text in str(error)
+    comm.Barrier()
+    assert os.statvfs("/dev/shm").f_bavail > before - 1024
+    # more than 2^31 rows times bytes, and more than an address holds
+    huge = raised(lambda: epcy.Buffer(comm, **sizes(comm, hidden=2**30, num_max_tokens_per_rank=2**31 - 1)))
+    assert isinstance(huge, (epcy.ArgumentError, epcy.HeapError)), repr(huge)
+    with epcy.Buffer(comm, **sizes(comm)) as buf:
+        works(buf, comm)
+
+
+def test_failed_constructors_leave_nothing(comm, backend, tmp_path):
+    """Far more failures than MPI has communicators; no pages of status stay."""
+    folder = tmp_path / "pages"
+    for turn in range(30):
+        wrong = str(folder) if comm.rank or turn % 2 else "/proc/nowhere"
+        options = sizes(comm, backend=backend, status_dir=wrong)
+        if turn % 2:
+            options["hidden"] = 64 if comm.rank else 65
+        error = raised(lambda: epcy.Buffer(comm, **options))  # noqa: B023
+        assert isinstance(error, epcy.PeerError if comm.rank else epcy.ArgumentError), repr(error)
+    comm.Barrier()
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_halves(comm, make_buffer):
+    half = comm.Split(comm.rank % 2, comm.rank)
+    buf = make_buffer(half, num_experts=4 * half.size)
+    whole = make_buffer()
+    for _ in range(2):
+        works(buf, half)
+        works(whole, comm)
+    buf.free()
+    half.Free()
+    works(whole, comm)
+
+
+def test_overlapping_groups(comm, subcomm, make_buffer):
+    parts = [subcomm(size) for size in range(1, comm.size + 1)]
+    buffers = [(make_buffer(p, num_experts=4 * p.size), p) for p in parts if p != MPI.COMM_NULL]
+    for buf, part in buffers:
+        works(buf, part)
+
+
+def test_self(make_buffer):
+    buf = make_buffer(MPI.COMM_SELF, num_experts=4)
+    assert buf.size == 1
+    works(buf, MPI.COMM_SELF)
+
+
+def test_reversed_ranks(comm, make_buffer):
+    turned = comm.Split(0, -comm.rank)
+    buf = make_buffer(turned)
+    assert buf.rank == comm.size - 1 - comm.rank
+    works(buf, turned)
+    buf.free()
+    turned.Free()
