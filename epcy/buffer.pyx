@@ -100,10 +100,11 @@ cdef class Buffer:
         if comm is None:
             from mpi4py import MPI
             comm = MPI.COMM_WORLD
+        bootstrap.check(comm)
         values, shape, error, found = {}, None, None, (None, None, None)
         try:
             values = {name: value.value for name, value in resolve(given).items()}
-            shape = shape_of(values, comm.Get_size() if hasattr(comm, "Get_size") and comm else 1)
+            shape = shape_of(values, comm.Get_size())
             found = backends.find(values["backend"])
         except EpcyError as caught:
             error = caught
@@ -366,7 +367,7 @@ cdef class Buffer:
     def warmup(self):
         """Make the next call cost what any call costs: touch the memory and every kernel.
 
-        Collective, blocking.
+        Collective, blocking. It dispatches twice: results of earlier dispatches are given up.
         """
         cdef int64_t rows = min(self._shape["num_rows"], self.size * self._num_max_tokens)
         self.enter("warmup")

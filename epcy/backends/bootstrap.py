@@ -18,7 +18,7 @@ from epcy.errors import ArgumentError, EpcyError, MismatchError, PeerError, Peer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Identity", "agree", "allgather", "compare", "duplicate", "exchange"]
+__all__ = ["Identity", "agree", "allgather", "check", "compare", "duplicate", "exchange"]
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def _wait(request: MPI.Request, timeout: float, what: str) -> None:
         nap = min(nap + 1e-5, 1e-3)
 
 
-def duplicate(comm: MPI.Comm, timeout: float) -> MPI.Intracomm:
-    """Copy the communicator, so that our messages never meet the user's.
+def check(comm: Any) -> None:
+    """Raise ArgumentError for what is no communicator of a Buffer.
 
-    Collective, blocking for at most `timeout` seconds.
+    Local, blocking.
     """
     from mpi4py import MPI
 
@@ -84,6 +84,13 @@ def duplicate(comm: MPI.Comm, timeout: float) -> MPI.Intracomm:
         )
     if comm.Is_inter():
         raise ArgumentError("comm: expected an intracommunicator, got an intercommunicator; use its Merge()")
+
+
+def duplicate(comm: MPI.Comm, timeout: float) -> MPI.Intracomm:
+    """Copy the communicator, so that our messages never meet the user's.
+
+    Collective, blocking for at most `timeout` seconds.
+    """
     copy, request = cast("MPI.Intracomm", comm).Idup()
     _wait(request, timeout, "Buffer(): MPI_Comm_idup")
     return copy
