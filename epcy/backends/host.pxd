@@ -3,6 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 from epcy.arrays cimport Array
+from epcy.backends.base cimport Backend
 from epcy.backends.call cimport CombineCall, DispatchCall
 from epcy.handle cimport Dispatch, Handle
 from epcy.layout cimport epcy_area, epcy_heap, epcy_shape
@@ -132,18 +133,11 @@ cdef class HostHandle(Handle):
     cdef int64_t num_true_rows          # of this rank, unclipped
 
 
-cdef class HostBackend:
+cdef class HostBackend(Backend):
     cdef epcy_host h
-    cdef readonly bint broken
-    cdef readonly double timeout
     cdef Heap heap
-    cdef object comm, token, identities, page, page_path
-    cdef list areas                     # the receive areas' generations
-    cdef list receive_views, combine_views
-    cdef bint taken[2]                  # combine areas given out by combine_input
-    cdef int next_area
+    cdef object page, page_path
     cdef uint64_t num_resets
-    cdef object deferred                # an error for check() or the next waiting call
 
     cdef object no_room(self, nbytes, size)
     cdef object open_status(self, directory)
@@ -153,7 +147,5 @@ cdef class HostBackend:
     cdef int arrive(self, int op) except -1
     cdef object disagreement(self)
     cdef object overflow_error(self)
-    cdef int64_t offset_in_heap(self, Array array) noexcept
     cdef HostHandle count(self, DispatchCall call, epcy_record *record)
     cdef int stage(self, CombineCall call) except -1
-    cdef Dispatch result(self, DispatchCall call, HostHandle handle, int area)

@@ -19,7 +19,8 @@ from libc.string cimport memcpy, memset
 import numpy as np
 
 from epcy.arrays cimport (
-    KIND_BF16, KIND_FP8, KIND_FP16, KIND_FP32, KIND_INT64, Array, Memory, describe, memory_at)
+    KIND_INT64, Array, Memory, describe, memory_at)
+from epcy.backends.base cimport Backend
 from epcy.backends.call cimport CombineCall, DispatchCall
 from epcy.event cimport completed
 from epcy.handle cimport Area, Combine, Dispatch, Handle
@@ -107,7 +108,7 @@ cdef class Heap:
         return 0
 
 
-cdef class HostBackend:
+cdef class HostBackend(Backend):
     def __cinit__(self):
         self.h.base = NULL
 
@@ -117,13 +118,8 @@ cdef class HostBackend:
 
         cdef int rank, size = comm.size, i
         cdef uint8_t[::1] alone
-        self.comm, self.token, self.identities = comm, token, identities
-        self.timeout = options["timeout"]
-        self.h.rank = comm.rank
-        self.h.shape.num_ranks, self.h.shape.num_experts = size, shape["num_experts"]
-        self.h.shape.num_topk, self.h.shape.num_max_tokens = shape["num_topk"], shape["num_max_tokens"]
-        self.h.shape.hidden, self.h.shape.row_bytes = shape["hidden"], shape["row_bytes"]
-        self.h.shape.num_rows = shape["num_rows"]
+        super().__init__(comm, shape, options, identities, token, np)
+        self.h.shape, self.h.rank = self.shape, comm.rank
         nbytes = heap_layout(shape)["total"]
         bootstrap.exchange(comm, None, self.no_room(nbytes, size), self.timeout, "Buffer()")
         # For a rank alone MPI may take the memory from malloc, which gives it to others after free() while arrays
@@ -144,9 +140,8 @@ cdef class HostBackend:
         code = epcy_host_open(&self.h, options["spin_us"], options["num_sms"])
         error = HeapError(f"num_sms: could not start {options['num_sms']} threads ({os.strerror(code)})") if code else None
         error = self.open_status(options["status_dir"]) or error
-        self.areas = [Area() for i in range(EPCY_NUM_AREAS)]
-        self.receive_views = [self.views(self.h.heap.receive[i]) for i in range(EPCY_NUM_AREAS)]
-        self.combine_views = [self.views(self.h.heap.combine[i]) for i in range(EPCY_NUM_AREAS)]
+        self.start, self.heap_layout = self.heap.start, self.h.heap
+        self.open_areas(memory_at(self.start, nbytes, self.heap))
         try:
             bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")     # also: every control block is zero now
         except EpcyError as refused:
@@ -204,19 +199,8 @@ cdef class HostBackend:
                 pass
             self.page = self.page_path = None
 
-    def views(self, int64_t offset):
-        """Whole-area arrays, to be sliced: by payload kind, and "scales", "idx" and "weights" by layout."""
-        cdef epcy_shape *s = &self.h.shape
-        cdef Memory memory = memory_at(self.h.base[self.h.rank] + offset, self.h.area.bytes, self.heap)
-        rows, topk, out = s.num_rows, s.num_topk, {}
-        for kind in (KIND_BF16, KIND_FP16, KIND_FP32, KIND_FP8):
-            if s.hidden * DTYPES[kind].itemsize <= s.row_bytes:
-                out[kind] = np.ndarray((rows, s.hidden), DTYPES[kind], memory, self.h.area.payload)
-        out["scales"] = np.ndarray((rows, epcy_num_scales(s.hidden)), np.float32, memory, self.h.area.scales)
-        for layout, shape in (("rank", (rows, topk)), ("expert", (rows,))):
-            out["idx", layout] = np.ndarray(shape, np.int64, memory, self.h.area.topk_idx)
-            out["weights", layout] = np.ndarray(shape, np.float32, memory, self.h.area.topk_weights)
-        return out
+    cdef object view(self, int64_t offset, tuple shape, dtype, owner):
+        return np.ndarray(shape, dtype, owner, offset)
 
     # ---- one step of the epoch ----------------------------------------------------------------------------
 
@@ -326,10 +310,8 @@ cdef class HostBackend:
         seen = [epcy_host_word(&self.h, r, word) for r in culprits[:16]]
         if word != EPCY_WORD_RESET:
             self.break_off()
-        if gone and waited < self.timeout:
-            what = f"rank {gone[0]} gave up on a call of this Buffer {waited:.2f} s into this one"
-        else:
-            what = f"gave up after {waited:.2f} s (timeout={self.timeout:g} s)"
+        gave_up = f"rank {gone[0]} gave up" if gone and waited < self.timeout else "gave up"
+        what = f"{gave_up} {waited:.2f} s into this wait (timeout={self.timeout:g} s)"
         raise PeerTimeoutError(
             f"{name} (call {self.h.epoch}) on rank {self.h.rank}: {what}; waited for ranks {culprits} in phase {phase}, "
             f"expected {value}, seen {seen}: {self.where(culprits)}. Find out what keeps rank {culprits[0]}, or give a "
@@ -419,7 +401,7 @@ cdef class HostBackend:
         cdef epcy_record *record = self.begin(EPCY_OP_DISPATCH)
         cdef HostHandle handle
         cdef epcy_host_dispatch d
-        cdef int area = self.next_area
+        cdef int area = self.next_area, i
         cdef bint uncached = call.handle is None
         try:
             handle = self.count(call, record) if uncached else call.handle
@@ -446,8 +428,7 @@ cdef class HostBackend:
             self.step_out(EPCY_OP_DISPATCH)
             raise error
 
-        self.next_area = (area + 1) % EPCY_NUM_AREAS
-        (<Area>self.areas[area]).generation += 1
+        self.take_area()
         memset(&d, 0, sizeof(d))
         d.x, d.x_stride_bytes, d.num_tokens = call.x.data, call.x.strides[0], call.x.shape[0]
         d.row_bytes = self.h.shape.hidden * call.x.item_bytes()
@@ -475,7 +456,10 @@ cdef class HostBackend:
                     f"num_worst_tokens: rank {self.h.rank} received {d.num_rows} rows in dispatch (call {self.h.epoch}), "
                     f"num_worst_tokens={handle.num_rows}; the rest was dropped: give num_worst_tokens={d.num_rows} or more")
         self.finish(EPCY_OP_DISPATCH)
-        return self.result(call, handle, area)
+        counts = None
+        if handle.num_worst_tokens == 0:
+            counts = [handle.expert_numbers[i] for i in range(handle.num_local)]
+        return self.result(call, handle, area, counts, completed())
 
     def nothing_came(self, HostHandle handle, error):
         cdef int64_t i
@@ -484,64 +468,7 @@ cdef class HostBackend:
         for i in range(handle.num_tokens * self.h.shape.num_topk):
             handle.routes[i].row = -1
 
-    cdef Dispatch result(self, DispatchCall call, HostHandle handle, int area):
-        cdef Dispatch r = Dispatch.__new__(Dispatch)
-        cdef dict views = self.receive_views[area]
-        cdef int64_t n = handle.num_rows
-        r._area = self.areas[area]
-        r._generation = r._area.generation
-        r._recv_x = views[call.x.kind][:n]
-        if call.scales is not None:
-            r._recv_x = r._recv_x, views["scales"][:n]
-        r._recv_topk_idx = views["idx", handle.layout][:n]
-        if call.topk_weights is not None:
-            r._recv_topk_weights = views["weights", handle.layout][:n]
-        if handle.num_worst_tokens == 0:
-            r.num_recv_tokens_per_expert = [handle.expert_numbers[i] for i in range(handle.num_local)]
-        r.handle, r.event = handle, completed()
-        if call.out is not None:
-            own(r, call.out, n, self.h.rank)
-        return r
-
     # ---- combine ------------------------------------------------------------------------------------------
-
-    def combine_input(self, HostHandle handle, int kind):
-        """Give out a combine area, until the combine that uses it."""
-        cdef int area
-        for area in range(EPCY_NUM_AREAS):
-            if not self.taken[area]:
-                self.taken[area] = True
-                return self.combine_views[area][kind][:handle.num_rows]
-        raise StateError(f"combine_input: both combine areas are given out (rank {self.h.rank}); call combine with one "
-                         "of them first")
-
-    def dtype_fits(self, int kind):
-        return kind in self.combine_views[0]
-
-    cdef int64_t offset_in_heap(self, Array array) noexcept:
-        """Where a contiguous array lies in this rank's allocation, or -1."""
-        cdef char *start = self.h.base[self.h.rank]
-        cdef int64_t nbytes = array.shape[0] * array.shape[1] * array.item_bytes()
-        if array.is_contiguous and start <= array.data and array.data + nbytes <= start + self.h.heap.bytes:
-            return array.data - start
-        return -1
-
-    def prepare_combine(self, CombineCall call):
-        """Find out where x and the weights lie, and a combine area for what lies outside; local."""
-        cdef int i
-        cdef bint stage_weights = False
-        call.x_offset, call.weights_offset, call.area, call.consumed = self.offset_in_heap(call.x), -1, -1, -1
-        for i in range(EPCY_NUM_AREAS):
-            if 0 <= call.x_offset - self.h.heap.combine[i] < self.h.area.bytes:
-                call.area = call.consumed = i
-        if call.handle.layout == "rank" and call.topk_weights is not None:
-            call.weights_offset = self.offset_in_heap(call.topk_weights)
-            stage_weights = call.weights_offset < 0
-        if call.area < 0 and (call.x_offset < 0 or stage_weights):
-            call.area = 0 if not self.taken[0] else 1
-            if self.taken[call.area]:
-                raise StateError(f"x: it lies outside the Buffer's memory, and both combine areas are given out by "
-                                 f"combine_input (rank {self.h.rank}); combine one of those first")
 
     cdef int stage(self, CombineCall call) except -1:
         """Copy what lies outside the symmetric memory into the combine area."""
@@ -604,17 +531,6 @@ cdef class HostBackend:
         if error is not None:
             raise error
 
-    def touch(self, int64_t rows):
-        """Let the kernel map this rank's pages now."""
-        for view in (*self.receive_views, *self.combine_views):
-            for array in view.values():
-                array[:rows].view(np.uint8).fill(0)
-
-    def take_deferred(self):
-        """The error that waits to be raised, once."""
-        error, self.deferred = self.deferred, None
-        return error
-
     def reset(self):
         """Bring every rank to one epoch again, over words in shared memory alone.
 
@@ -634,10 +550,7 @@ cdef class HostBackend:
         self.num_resets += 1
         epcy_host_store(&self.h, EPCY_WORD_RESET, self.num_resets)
         self.wait(0, EPCY_WORD_RESET, self.num_resets)
-        self.next_area = 0
-        for area in self.areas:
-            (<Area>area).generation += 1
-        self.taken[0] = self.taken[1] = False
+        self.forget_areas()
         self.broken, self.deferred = False, None
 
     def close(self, bint together):
@@ -645,41 +558,16 @@ cdef class HostBackend:
         from mpi4py import MPI
 
         cdef bint agreed = False
-        for area in self.areas:
-            (<Area>area).generation += 1
         try:
             if together:
                 self.barrier(EPCY_OP_FREE)
                 agreed = True
         finally:
-            self.receive_views = self.combine_views = None
+            self.close_areas()
             self.remove_page()
             if agreed and not MPI.Is_finalized():
                 self.heap.close()
                 self.comm.Free()
-
-
-def own(Dispatch r, out, n, rank):
-    """Turn a result's views into the user's own arrays."""
-    views = r._recv_x if isinstance(r._recv_x, tuple) else (r._recv_x,)
-    if out is True:
-        arrays = [np.array(view) for view in views]
-    else:
-        arrays = list(out) if isinstance(out, (tuple, list)) else [out]
-        for i, view in enumerate(views):
-            if len(arrays[i]) < n:
-                raise ArgumentError(f"out: expected at least the {n} rows that came, got {len(arrays[i])} "
-                                    f"(rank {rank}); give a larger array, or out=True")
-            arrays[i] = arrays[i][:n]
-            if view.dtype == np.uint8:      # e4m3 bytes, into an array of float8 too
-                arrays[i].view(np.uint8)[...] = view
-            else:
-                arrays[i][...] = view
-    r._recv_x = tuple(arrays) if len(arrays) > 1 else arrays[0]
-    r._recv_topk_idx = np.array(r._recv_topk_idx)
-    if r._recv_topk_weights is not None:
-        r._recv_topk_weights = np.array(r._recv_topk_weights)
-    r._area = None
 
 
 cdef bint _exit_is_bound = False

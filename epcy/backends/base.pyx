@@ -1,0 +1,166 @@
+# cython: boundscheck=False, wraparound=False
+"""What the backends share: receive areas in turn, combine areas given out, and views into both."""
+
+from libc.stdint cimport int64_t
+
+import numpy as np
+
+from epcy.arrays cimport KIND_BF16, KIND_FP8, KIND_FP16, KIND_FP32, Array
+from epcy.backends.call cimport CombineCall, DispatchCall
+from epcy.handle cimport Area, Dispatch, Handle
+from epcy.layout cimport EPCY_NUM_AREAS, epcy_area_layout, epcy_heap_layout, epcy_num_scales, epcy_shape
+
+from epcy.arrays import DTYPES
+from epcy.errors import ArgumentError, StateError
+
+
+cdef class Backend:
+    def __init__(self, comm, dict shape, dict options, list identities, object token, xp):
+        self.comm, self.token, self.identities, self.xp = comm, token, identities, xp
+        self.rank, self.num_ranks, self.timeout = comm.rank, comm.size, options["timeout"]
+        self.shape.num_ranks, self.shape.num_experts = comm.size, shape["num_experts"]
+        self.shape.num_topk, self.shape.num_max_tokens = shape["num_topk"], shape["num_max_tokens"]
+        self.shape.hidden, self.shape.row_bytes, self.shape.num_rows = (
+            shape["hidden"], shape["row_bytes"], shape["num_rows"])
+        self.area = epcy_area_layout(&self.shape)
+
+    # ---- areas ----------------------------------------------------------------------------------------------
+
+    cdef int open_areas(self, owner) except -1:
+        """Make the views; `owner` keeps their memory. self.start and self.heap_layout are known."""
+        cdef int i
+        self.areas = [Area() for i in range(EPCY_NUM_AREAS)]
+        self.receive_views = [self.views(self.heap_layout.receive[i], owner) for i in range(EPCY_NUM_AREAS)]
+        self.combine_views = [self.views(self.heap_layout.combine[i], owner) for i in range(EPCY_NUM_AREAS)]
+        return 0
+
+    cdef int close_areas(self) except -1:
+        for area in self.areas:
+            (<Area>area).generation += 1
+        self.receive_views = self.combine_views = None
+        return 0
+
+    cdef int take_area(self) except -1:
+        """The receive area of the next dispatch; what lay there is given away."""
+        cdef int area = self.next_area
+        self.next_area = (area + 1) % EPCY_NUM_AREAS
+        (<Area>self.areas[area]).generation += 1
+        return area
+
+    def forget_areas(self):
+        """Give up all results and all combine inputs."""
+        for area in self.areas:
+            (<Area>area).generation += 1
+        self.next_area = 0
+        self.taken[0] = self.taken[1] = False
+
+    cdef object view(self, int64_t offset, tuple shape, dtype, owner):
+        raise NotImplementedError
+
+    def views(self, int64_t offset, owner):
+        """Whole-area arrays, to be sliced: by payload kind, and "scales", "idx" and "weights" by layout."""
+        cdef epcy_shape *s = &self.shape
+        cdef epcy_area *a = &self.area
+        rows, topk, out = s.num_rows, s.num_topk, {}
+        for kind in (KIND_BF16, KIND_FP16, KIND_FP32, KIND_FP8):
+            if s.hidden * DTYPES[kind].itemsize <= s.row_bytes:
+                out[kind] = self.view(offset + a.payload, (rows, s.hidden), DTYPES[kind], owner)
+        out["scales"] = self.view(offset + a.scales, (rows, epcy_num_scales(s.hidden)), np.dtype(np.float32), owner)
+        for layout, shape in (("rank", (rows, topk)), ("expert", (rows,))):
+            out["idx", layout] = self.view(offset + a.topk_idx, shape, np.dtype(np.int64), owner)
+            out["weights", layout] = self.view(offset + a.topk_weights, shape, np.dtype(np.float32), owner)
+        return out
+
+    def touch(self, int64_t rows):
+        """Write to this rank's pages, so that they are there."""
+        for view in (*self.receive_views, *self.combine_views):
+            for array in view.values():
+                array[:rows].view(np.uint8).reshape(-1)[::4096] |= 0
+
+    # ---- dispatch -------------------------------------------------------------------------------------------
+
+    cdef Dispatch result(self, DispatchCall call, Handle handle, int area, list counts, event):
+        """Slice the area's views into what dispatch returns."""
+        cdef Dispatch r = Dispatch.__new__(Dispatch)
+        cdef dict views = self.receive_views[area]
+        cdef int64_t n = handle.num_rows
+        r._area = self.areas[area]
+        r._generation = r._area.generation
+        r._recv_x = views[call.x.kind][:n]
+        if call.scales is not None:
+            r._recv_x = r._recv_x, views["scales"][:n]
+        r._recv_topk_idx = views["idx", handle.layout][:n]
+        if call.topk_weights is not None:
+            r._recv_topk_weights = views["weights", handle.layout][:n]
+        r.num_recv_tokens_per_expert, r.handle, r.event = counts, handle, event
+        if call.out is not None:
+            self.own(r, call.out, n)
+        return r
+
+    def own(self, Dispatch r, out, n):
+        """Turn a result's views into the user's own arrays."""
+        views = r._recv_x if isinstance(r._recv_x, tuple) else (r._recv_x,)
+        if out is True:
+            arrays = [view.copy() for view in views]
+        else:
+            arrays = list(out) if isinstance(out, (tuple, list)) else [out]
+            for i, view in enumerate(views):
+                if len(arrays[i]) < n:
+                    raise ArgumentError(f"out: expected at least the {n} rows that came, got {len(arrays[i])} "
+                                        f"(rank {self.rank}); give a larger array, or out=True")
+                arrays[i] = arrays[i][:n]
+                if view.dtype == np.uint8:      # e4m3 bytes, into an array of float8 too
+                    arrays[i].view(np.uint8)[...] = view
+                else:
+                    arrays[i][...] = view
+        r._recv_x = tuple(arrays) if len(arrays) > 1 else arrays[0]
+        r._recv_topk_idx = r._recv_topk_idx.copy()
+        if r._recv_topk_weights is not None:
+            r._recv_topk_weights = r._recv_topk_weights.copy()
+        r._area = None
+
+    # ---- combine --------------------------------------------------------------------------------------------
+
+    def combine_input(self, Handle handle, int kind):
+        """Give out a combine area, until the combine that uses it."""
+        cdef int area
+        for area in range(EPCY_NUM_AREAS):
+            if not self.taken[area]:
+                self.taken[area] = True
+                return self.combine_views[area][kind][:handle.num_rows]
+        raise StateError(f"combine_input: both combine areas are given out (rank {self.rank}); call combine with one "
+                         "of them first")
+
+    def dtype_fits(self, int kind):
+        return kind in self.combine_views[0]
+
+    cdef int64_t offset_in_heap(self, Array array) noexcept:
+        """Where a contiguous array lies in this rank's allocation, or -1."""
+        cdef int64_t nbytes = array.shape[0] * array.shape[1] * array.item_bytes()
+        if array.is_contiguous and self.start <= array.data and array.data + nbytes <= self.start + self.heap_layout.bytes:
+            return array.data - self.start
+        return -1
+
+    def prepare_combine(self, CombineCall call):
+        """Find out where x and the weights lie, and a combine area for what lies outside; local."""
+        cdef int i
+        cdef bint stage_weights = False
+        call.x_offset, call.weights_offset, call.area, call.consumed = self.offset_in_heap(call.x), -1, -1, -1
+        for i in range(EPCY_NUM_AREAS):
+            if 0 <= call.x_offset - self.heap_layout.combine[i] < self.area.bytes:
+                call.area = call.consumed = i
+        if call.out_weights is not None:
+            call.weights_offset = self.offset_in_heap(call.topk_weights)
+            stage_weights = call.weights_offset < 0
+        if call.area < 0 and (call.x_offset < 0 or stage_weights):
+            call.area = 0 if not self.taken[0] else 1
+            if self.taken[call.area]:
+                raise StateError(f"x: it lies outside the Buffer's memory, and both combine areas are given out by "
+                                 f"combine_input (rank {self.rank}); combine one of those first")
+
+    # ---- errors that come later -----------------------------------------------------------------------------
+
+    def take_deferred(self):
+        """The error that waits to be raised, once."""
+        error, self.deferred = self.deferred, None
+        return error
