@@ -192,7 +192,7 @@ def draw(result, entropy, path):
     left.legend()
     for layer, shares in enumerate(100 * result.load):
         right.bar(np.arange(len(shares)) + 0.4 * layer - 0.2, shares, 0.4, label=f"layer {layer}")
-    right.set(xlabel="expert", ylabel="load, %")
+    right.set(xlabel="expert", ylabel="load, %", ylim=(0, 125 * result.load.max()))
     right.legend()
     figure.savefig(path)
 
