@@ -20,6 +20,7 @@ cdef class Array:
     cdef int64_t shape[2]
     cdef int64_t strides[2]         # in bytes
     cdef readonly int kind
+    cdef readonly int device        # -1: host memory
     cdef readonly bint is_writable
     cdef readonly bint is_contiguous
 
@@ -37,5 +38,7 @@ cdef class Memory:
 
 cdef Memory memory_at(char *data, Py_ssize_t nbytes, object owner)
 cdef Array describe(object obj, str name)
+cdef Array describe_cuda(object obj, str name, int device)
+cdef object as_cupy(object obj, str name, cupy)
 cdef Array with_rows(Array array)
 cdef Array contiguous(Array array)

@@ -136,7 +136,7 @@ cdef Array describe(object obj, str name):
         raise ArgumentError(f"{name}: expected at most 2 dimensions, got shape {a.shape}")
     if not interface.flags & FLAG_ALIGNED:
         return describe(np.array(a, order="C"), name)
-    array.owner = a
+    array.owner, array.device = a, -1
     array.data = <char *>interface.data
     array.ndim = interface.nd
     array.shape[0] = array.shape[1] = 1
@@ -149,9 +149,58 @@ cdef Array describe(object obj, str name):
     return array
 
 
+cdef Array describe_cuda(object obj, str name, int device):
+    """Look at an array on a GPU: no copy, at most two dimensions."""
+    import cupy
+
+    cdef object a = obj if isinstance(obj, cupy.ndarray) else as_cupy(obj, name, cupy)
+    cdef Array array = Array.__new__(Array)
+    cdef object shape = a.shape, strides = a.strides
+    cdef int i
+    array.ndim = len(shape)
+    if array.ndim > 2:
+        raise ArgumentError(f"{name}: expected at most 2 dimensions, got shape {shape}")
+    if a.device.id != device and a.size:
+        raise ArgumentError(f"{name}: expected an array on GPU {device}, got one on GPU {a.device.id}")
+    array.owner, array.device = a, device
+    array.data = <char *><uintptr_t>a.data.ptr
+    array.shape[0] = array.shape[1] = 1
+    for i in range(array.ndim):
+        array.shape[i] = shape[i]
+        array.strides[i] = strides[i]
+    array.kind = _kinds.get(a.dtype, KIND_OTHER)
+    array.is_contiguous = a.flags.c_contiguous
+    array.is_writable = True
+    # The kernels load 16 bytes at a time.
+    if <uintptr_t>array.data % 16 or array.ndim == 2 and not array.is_contiguous and array.strides[0] % 16:
+        return describe_cuda(a.copy(order="C"), name, device)
+    return array
+
+
+cdef object as_cupy(object obj, str name, cupy):
+    """A CuPy array over the memory of a torch tensor or another exporter."""
+    if "float8_e4m3fn" in str(getattr(obj, "dtype", "")) and hasattr(obj, "untyped_storage"):
+        import torch
+        obj = obj.view(torch.uint8)     # neither DLPack nor the CUDA array interface know it
+    if hasattr(obj, "__dlpack__") and not isinstance(obj, ndarray):
+        try:
+            return cupy.from_dlpack(obj)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise ArgumentError(f"{name}: expected an array on a GPU on backend 'nvshmem', got {type(obj).__name__} "
+                                f"({error})") from None
+    if hasattr(obj, "__cuda_array_interface__"):
+        return cupy.asarray(obj)
+    raise ArgumentError(f"{name}: expected an array on a GPU (CuPy, DLPack or CUDA array interface) on backend "
+                        f"'nvshmem', got {type(obj).__name__}; copy it there or use backend='host'")
+
+
 cdef Array contiguous(Array array):
     """The array itself, or a C-contiguous copy of it."""
-    return array if array.is_contiguous else describe(np.ascontiguousarray(array.owner), "")
+    if array.is_contiguous:
+        return array
+    if array.device >= 0:
+        return describe_cuda(array.owner.copy(order="C"), "", array.device)
+    return describe(np.ascontiguousarray(array.owner), "")
 
 
 cdef Array with_rows(Array array):

@@ -1,8 +1,7 @@
 from libc.stdint cimport int64_t
 
-from epcy.arrays cimport Array
-from epcy.backends.call cimport CombineCall, DispatchCall
-from epcy.handle cimport Handle
+from epcy.backends.base cimport Backend
+from epcy.checks cimport Checker
 
 
 cdef class Buffer:
@@ -12,7 +11,8 @@ cdef class Buffer:
     cdef readonly int64_t num_local_experts
     cdef readonly str backend
     cdef readonly object comm, xp, topology, options
-    cdef object _backend            # HostBackend; None before it is made and after free()
+    cdef Backend _backend           # None before it is made and after free()
+    cdef Checker _checker           # of the arguments
     cdef object _token              # marks this Buffer's handles
     cdef dict _shape
     cdef int _pid                   # of the process that made it
@@ -21,14 +21,3 @@ cdef class Buffer:
     cdef int64_t _num_max_tokens, _hidden, _num_experts, _num_topk
 
     cdef int enter(self, str name) except -1
-    cdef object wrong(self, str name, str expected, seen, str remedy=*)
-    cdef DispatchCall check_dispatch(self, x, topk_idx, topk_weights, handle, layout, expert_alignment,
-                                     num_worst_tokens, out)
-    cdef int check_dispatch_out(self, out, DispatchCall call) except -1
-    cdef CombineCall check_combine(self, x, handle, topk_weights, bias, out)
-    cdef Handle check_handle(self, handle)
-    cdef Array look(self, obj, str name)
-    cdef Array check_rows(self, obj, str name, int64_t num_rows, int kind)
-    cdef Array check_lanes(self, obj, str name, int64_t num_rows, bint is_idx)
-    cdef int check_order(self, previous_event, stream) except -1
-    cdef int64_t check_number(self, value, str name, int64_t least) except -1

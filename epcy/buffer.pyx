@@ -1,29 +1,24 @@
 # cython: boundscheck=False, wraparound=False
-"""Buffer: checks arguments, keeps the ranks in step, makes one call into the backend per operation."""
+"""Buffer: keeps the ranks in step, and makes one call into the backend per operation."""
 
 import os
 import warnings
 
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t
 from posix.unistd cimport getpid
 
 import numpy as np
 
-from epcy.arrays cimport (
-    KIND_BF16, KIND_FP8, KIND_FP16, KIND_FP32, KIND_INT32, KIND_INT64, KIND_OTHER, Array, contiguous, describe,
-    with_rows)
-from epcy.backends.call cimport CombineCall, DispatchCall
-from epcy.event cimport Event, completed
-from epcy.handle cimport Dispatch, Handle
-from epcy.layout cimport epcy_default_num_rows, epcy_num_scales, epcy_shape
+from epcy.checks cimport Checker
+from epcy.event cimport completed
+from epcy.layout cimport epcy_default_num_rows, epcy_shape
 
 from epcy import backends, topology
 from epcy.arrays import DTYPES
 from epcy.backends import bootstrap
 from epcy.backends.host import heap_layout
 from epcy.errors import (
-    ArgumentError, CapacityError, EpcyError, NotSupportedError, PeerTimeoutError, StateError)
+    ArgumentError, EpcyError, NotSupportedError, PeerTimeoutError, StateError)
 from epcy.options import resolve
 
 DEF_TIMEOUT = 60.0
@@ -139,6 +134,7 @@ cdef class Buffer:
         self._num_experts, self._num_topk = shape["num_experts"], shape["num_topk"]
         self.num_local_experts = self._num_experts // self.size
         self._backend = backend_class(self.comm, shape, values, identities, self._token)
+        self._checker = Checker(self._backend, shape, values)
 
     @staticmethod
     def compared(values):
@@ -210,9 +206,9 @@ cdef class Buffer:
         self.enter("dispatch")
         try:
             try:
-                self.check_order(previous_event, stream)
-                call = self.check_dispatch(x, topk_idx, topk_weights, handle, layout, expert_alignment, num_worst_tokens,
-                                           out)
+                call = self._checker.dispatch(x, topk_idx, topk_weights, handle, layout, expert_alignment,
+                                              num_worst_tokens, out)
+                self._checker.order(call, previous_event, async_finish, stream)
             except BaseException as error:
                 self._backend.refuse(OP_DISPATCH, str(error) or type(error).__name__)
                 raise
@@ -252,8 +248,8 @@ cdef class Buffer:
         self.enter("combine")
         try:
             try:
-                self.check_order(previous_event, stream)
-                call = self.check_combine(x, handle, topk_weights, bias, out)
+                call = self._checker.combine(x, handle, topk_weights, bias, out)
+                self._checker.order(call, previous_event, async_finish, stream)
                 self._backend.prepare_combine(call)
             except BaseException as error:
                 self._backend.refuse(OP_COMBINE, str(error) or type(error).__name__)
@@ -277,15 +273,8 @@ cdef class Buffer:
         """
         self.enter("combine_input")
         try:
-            checked = self.check_handle(handle)
-            try:
-                kind = {v: k for k, v in DTYPES.items() if k <= KIND_FP32}.get(np.dtype(
-                    DTYPES[("bfloat16", "float16", "float32").index(self.options["dtype"])] if dtype is None else dtype))
-            except TypeError:
-                kind = None
-            if kind is None or not self._backend.dtype_fits(kind):
-                raise self.wrong("dtype", f"bfloat16, float16 or float32, no wider than the Buffer's "
-                                 f"({self.options['dtype']})", repr(dtype))
+            checked = self._checker.handle(handle)
+            kind = self._checker.payload_kind(dtype)
             return self._backend.combine_input(checked, kind)
         finally:
             self._busy = False
@@ -309,21 +298,21 @@ cdef class Buffer:
         """
         self.enter("get_dispatch_layout")
         try:
-            lanes = self.check_lanes(topk_idx, "topk_idx", -1, True)
-            idx = np.asarray(lanes.owner)
+            xp, idx = self.xp, self._checker.lanes(topk_idx, "topk_idx", -1, True).owner
             bad = (idx < -1) | (idx >= self._num_experts)
             if bad.any():
-                token, lane = np.argwhere(bad)[0].tolist()
-                raise self.wrong(f"topk_idx[{token}, {lane}]", f"an expert id in 0..{self._num_experts - 1} or -1",
-                                 int(idx[token, lane]))
-            token, lane = np.nonzero(idx >= 0)
+                token, lane = xp.argwhere(bad)[0].tolist()
+                raise self._checker.wrong(f"topk_idx[{token}, {lane}]",
+                                          f"an expert id in 0..{self._num_experts - 1} or -1", int(idx[token, lane]))
+            token, lane = xp.nonzero(idx >= 0)
             experts = idx[token, lane]
-            in_rank = np.zeros((idx.shape[0], self.size), np.bool_)
+            in_rank = xp.zeros((idx.shape[0], self.size), np.bool_)
             in_rank[token, experts // self.num_local_experts] = True
-            nodes = np.asarray(self.topology.node_of_rank)
-            in_node = np.stack([in_rank[:, nodes == node].any(1) for node in range(self.topology.num_nodes)], 1)
+            ranks_of_node = [[r for r, n in enumerate(self.topology.node_of_rank) if n == node]
+                             for node in range(self.topology.num_nodes)]
+            in_node = xp.stack([in_rank[:, ranks].any(1) for ranks in ranks_of_node], 1)
             return (in_rank.sum(0, dtype=np.int64), in_node.sum(0, dtype=np.int64),
-                    np.bincount(experts, minlength=self._num_experts).astype(np.int64), in_rank)
+                    xp.bincount(experts, minlength=self._num_experts).astype(np.int64), in_rank)
         finally:
             self._busy = False
 
@@ -373,8 +362,8 @@ cdef class Buffer:
         self.enter("warmup")
         self._busy = False
         self._backend.touch(rows)
-        dtype = DTYPES[("bfloat16", "float16", "float32").index(self.options["dtype"])]
-        x, idx = np.zeros((0, self._hidden), dtype), np.zeros((0, self._num_topk), np.int64)
+        x = self.xp.zeros((0, self._hidden), DTYPES[self._checker.payload_kind(None)])
+        idx = self.xp.zeros((0, self._num_topk), np.int64)
         for layout in ("rank", "expert"):
             r = self.dispatch(x, idx, layout=layout)
             self.combine(r.recv_x, r.handle)
@@ -419,7 +408,7 @@ cdef class Buffer:
         self._freed = True
         backend = self._backend
         backend.close(together and not backend.broken and not MPI.Is_finalized())
-        self._backend = None
+        self._backend = self._checker = None
 
     def __enter__(self):
         self.enter("__enter__")
@@ -446,7 +435,7 @@ cdef class Buffer:
         raise NotSupportedError("a Buffer cannot be pickled or copied: it belongs to this process; "
                                 "construct one on every rank")
 
-    # ---- checks ---------------------------------------------------------------------------------------------
+    # ---- state ----------------------------------------------------------------------------------------------
 
     cdef int enter(self, str name) except -1:
         """Refuse a call that the Buffer's state does not allow; mark it busy."""
@@ -465,174 +454,6 @@ cdef class Buffer:
             raise StateError(f"{name}: MPI was finalized, and the Buffer's memory went with it (rank {self.rank})")
         self._busy = True
         return 0
-
-    cdef object wrong(self, str name, str expected, seen, str remedy=""):
-        return ArgumentError(f"{name}: expected {expected}, got {seen} (rank {self.rank})"
-                             + (f"; {remedy}" if remedy else ""))
-
-    cdef int64_t check_number(self, value, str name, int64_t least) except -1:
-        try:
-            number = value.__index__()
-        except AttributeError:
-            raise self.wrong(name, "a whole number", repr(value)) from None
-        if not least <= number <= self._shape["num_rows"]:
-            raise self.wrong(name, f"a whole number from {least} to the rows of a receive area "
-                             f"(num_max_recv_tokens={self._shape['num_rows']})", number)
-        return number
-
-    cdef int check_order(self, previous_event, stream) except -1:
-        if stream is not None:
-            raise self.wrong("stream", "None: backend 'host' has no streams", repr(stream))
-        if previous_event is not None and not isinstance(previous_event, Event):
-            raise self.wrong("previous_event", "an epcy.Event or None", repr(previous_event))
-        return 0
-
-    cdef Handle check_handle(self, handle):
-        if not isinstance(handle, Handle):
-            raise self.wrong("handle", "the handle of a dispatch", type(handle).__name__)
-        if (<Handle>handle).buffer_token is not self._token:
-            raise self.wrong("handle", "a handle of this Buffer", "one of another Buffer")
-        return handle
-
-    cdef Array look(self, obj, str name):
-        try:
-            return describe(obj, name)
-        except EpcyError as error:
-            raise type(error)(f"{error} (rank {self.rank})") from None
-
-    cdef Array check_rows(self, obj, str name, int64_t num_rows, int kind):
-        """A payload array (T, H); num_rows -1: any; kind -1: any payload."""
-        cdef Array a = self.look(obj, name)
-        if a.ndim != 2 or a.shape[1] != self._hidden or num_rows >= 0 and a.shape[0] != num_rows:
-            rows = "T" if num_rows < 0 else num_rows
-            raise self.wrong(name, f"shape ({rows}, {self._hidden})", f"shape {a.owner.shape}")
-        if kind >= 0 and a.kind != kind:
-            raise self.wrong(name, f"dtype {DTYPES[kind]}", f"dtype {a.owner.dtype}")
-        if not 0 <= a.kind <= KIND_FP32 and kind != KIND_FP8:
-            raise self.wrong(name, "bfloat16, float16 or float32, or for dispatch a pair (float8_e4m3fn, scales)",
-                             f"dtype {a.owner.dtype}")
-        if a.shape[1] * a.item_bytes() > <int64_t>self._shape["row_bytes"]:
-            raise self.wrong(name, f"dtype no wider than the Buffer's {self.options['dtype']}", f"dtype {a.owner.dtype}",
-                             f"construct the Buffer with dtype={str(a.owner.dtype)!r}")
-        if a.shape[1] * a.item_bytes() % 16:
-            raise self.wrong(name, "rows of a multiple of 16 bytes", f"{a.shape[1] * a.item_bytes()} bytes")
-        return with_rows(a)
-
-    cdef Array check_lanes(self, obj, str name, int64_t num_rows, bint is_idx):
-        """topk_idx or topk_weights (T, K)."""
-        cdef Array a = self.look(obj, name)
-        if a.ndim != 2 or a.shape[1] != self._num_topk or num_rows >= 0 and a.shape[0] != num_rows:
-            rows = "T" if num_rows < 0 else num_rows
-            raise self.wrong(name, f"shape ({rows}, {self._num_topk})", f"shape {a.owner.shape}")
-        if is_idx and a.kind != KIND_INT64 and a.kind != KIND_INT32:
-            raise self.wrong(name, "dtype int64 or int32", f"dtype {a.owner.dtype}")
-        if not is_idx and a.kind != KIND_FP32:
-            raise self.wrong(name, "dtype float32", f"dtype {a.owner.dtype}")
-        return contiguous(a)
-
-    cdef DispatchCall check_dispatch(self, x, topk_idx, topk_weights, handle, layout, expert_alignment,
-                                     num_worst_tokens, out):
-        cdef DispatchCall call = DispatchCall.__new__(DispatchCall)
-        cdef int64_t num_tokens
-        if isinstance(x, (tuple, list)):
-            if len(x) != 2:
-                raise self.wrong("x", "an array or a pair (payload, scales)", f"{len(x)} items")
-            call.x = self.check_rows(x[0], "x[0]", -1, KIND_FP8)
-            call.scales = contiguous(self.look(x[1], "x[1]"))
-            scales = (call.x.shape[0], epcy_num_scales(self._hidden))
-            if call.scales.owner.shape != scales or call.scales.kind != KIND_FP32:
-                raise self.wrong("x[1]", f"scales of shape {scales} and dtype float32",
-                                 f"shape {call.scales.owner.shape}, dtype {call.scales.owner.dtype}")
-        else:
-            call.x = self.check_rows(x, "x", -1, -1)
-        num_tokens = call.x.shape[0]
-        if num_tokens > self._num_max_tokens:
-            raise CapacityError(f"x: {num_tokens} tokens on rank {self.rank}, the Buffer has room for "
-                                f"num_max_tokens_per_rank={self._num_max_tokens}; send fewer, or construct it with more")
-        if handle is not None:
-            call.handle = self.check_handle(handle)
-            if topk_idx is not None:
-                raise self.wrong("topk_idx", "None with handle= (the handle holds the routing)", "an array")
-            if num_tokens != call.handle.num_tokens:
-                raise self.wrong("x", f"the handle's {call.handle.num_tokens} tokens", f"{num_tokens}")
-            for name, value, known in (("layout", layout, call.handle.layout),
-                                       ("expert_alignment", expert_alignment, call.handle.expert_alignment),
-                                       ("num_worst_tokens", num_worst_tokens or None, call.handle.num_worst_tokens)):
-                if value is not None and value != known:
-                    raise self.wrong(name, f"the handle's {known!r}, or nothing", repr(value))
-            call.layout, call.expert_alignment = call.handle.layout, call.handle.expert_alignment
-            call.num_worst_tokens = call.handle.num_worst_tokens
-        else:
-            if topk_idx is None:
-                raise self.wrong("topk_idx", f"an array ({num_tokens}, {self._num_topk}), or handle=", "None")
-            call.topk_idx = self.check_lanes(topk_idx, "topk_idx", num_tokens, True)
-            if layout is not None and layout != "rank" and layout != "expert":
-                raise self.wrong("layout", "'rank' or 'expert'", repr(layout))
-            call.layout = "rank" if layout is None else layout
-            call.expert_alignment = 1 if expert_alignment is None else self.check_number(
-                expert_alignment, "expert_alignment", 1)
-            if call.layout == "rank" and call.expert_alignment != 1:
-                raise self.wrong("expert_alignment", "1 in the rank layout", f"{call.expert_alignment}",
-                                 "use layout='expert'")
-            call.num_worst_tokens = self.check_number(num_worst_tokens, "num_worst_tokens", 0)
-        if topk_weights is not None:
-            call.topk_weights = self.check_lanes(topk_weights, "topk_weights", num_tokens, False)
-        if out is not None:
-            self.check_dispatch_out(out, call)
-            call.out = out
-        if call.num_worst_tokens == 0:
-            error = self._backend.take_deferred()
-            if error is not None:
-                raise error
-        return call
-
-    cdef int check_dispatch_out(self, out, DispatchCall call) except -1:
-        cdef Array a
-        if out is True:
-            return 0
-        pair = isinstance(out, (tuple, list))
-        if pair != (call.scales is not None) or pair and len(out) != 2:
-            raise self.wrong("out", "True, or an array (a pair of arrays where x is a pair)", type(out).__name__)
-        for i, array in enumerate(out if pair else (out,)):
-            name, width = (f"out[{i}]" if pair else "out"), (epcy_num_scales(self._hidden) if i else self._hidden)
-            if not isinstance(array, np.ndarray):
-                raise self.wrong(name, "a NumPy array", type(array).__name__)
-            a = describe(array, name)
-            if a.ndim != 2 or a.shape[1] != width or a.kind != (call.scales.kind if i else call.x.kind) or not a.is_writable:
-                raise self.wrong(name, f"a writable array (>= N, {width}) of x's dtype",
-                                 f"shape {array.shape}, dtype {array.dtype}")
-        return 0
-
-    cdef CombineCall check_combine(self, x, handle, topk_weights, bias, out):
-        cdef CombineCall call = CombineCall.__new__(CombineCall)
-        cdef Handle checked = self.check_handle(handle)
-        cdef int64_t num_tokens = checked.num_tokens
-        cdef bint rank_layout = checked.layout == "rank"
-        call.handle = checked
-        if isinstance(x, (tuple, list)):
-            raise self.wrong("x", "an array of bfloat16, float16 or float32", type(x).__name__,
-                             "fp8 pairs are for dispatch")
-        call.x = self.check_rows(x, "x", checked.num_rows, -1)
-        if topk_weights is not None:
-            call.topk_weights = self.check_lanes(topk_weights, "topk_weights",
-                                                 checked.num_rows if rank_layout else num_tokens, False)
-            if rank_layout:
-                call.out_weights = describe(np.empty((num_tokens, self._num_topk), np.float32), "")
-        if bias is not None:
-            biases = bias if isinstance(bias, (tuple, list)) else (bias,)
-            if not 1 <= len(biases) <= 2:
-                raise self.wrong("bias", "an array or a pair of arrays", f"{len(biases)} items")
-            call.bias0 = contiguous(self.check_rows(biases[0], "bias", num_tokens, call.x.kind))
-            if len(biases) == 2:
-                call.bias1 = contiguous(self.check_rows(biases[1], "bias[1]", num_tokens, call.x.kind))
-        if out is None:
-            out = np.empty((num_tokens, self._hidden), DTYPES[call.x.kind])
-        elif not isinstance(out, np.ndarray):
-            raise self.wrong("out", "a NumPy array", type(out).__name__)
-        call.out = self.check_rows(out, "out", num_tokens, call.x.kind)
-        if call.out.owner is not out or not call.out.is_writable or not call.out.is_contiguous:
-            raise self.wrong("out", "a writable C-contiguous array", "one that is not")
-        return call
 
 
 cdef object _is_finalized = None

@@ -17,6 +17,7 @@ cdef class Backend:
     cdef object deferred                # an error for check() or the next waiting call
     cdef object xp                      # numpy or cupy
     cdef int rank, num_ranks
+    cdef int device                     # of the arrays; -1: host memory
     cdef epcy_shape shape
     cdef epcy_area area
     cdef epcy_heap heap_layout

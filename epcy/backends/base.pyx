@@ -23,6 +23,7 @@ cdef class Backend:
         self.shape.hidden, self.shape.row_bytes, self.shape.num_rows = (
             shape["hidden"], shape["row_bytes"], shape["num_rows"])
         self.area = epcy_area_layout(&self.shape)
+        self.device = -1
 
     # ---- areas ----------------------------------------------------------------------------------------------
 

@@ -1,29 +1,35 @@
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uintptr_t
 
 from epcy.arrays cimport Array
+from epcy.event cimport Event
 from epcy.handle cimport Handle
 
 
-cdef class DispatchCall:
-    """A checked dispatch: what a Buffer asks of its backend."""
+cdef class Call:
+    """A checked call: what a Buffer asks of its backend."""
 
-    cdef Array x                    # (T, H)
+    cdef Array x                    # dispatch: (T, H); combine: (N, H)
+    cdef Handle handle              # dispatch: an earlier routing, or None
+    cdef Array topk_weights         # or None
+    cdef uintptr_t stream           # the user's stream; on a GPU backend alone
+    cdef Event previous_event       # or None
+    cdef bint async_finish
+
+
+cdef class DispatchCall(Call):
+    """A dispatch. topk_weights: (T, K)."""
+
     cdef Array scales               # (T, ceil(H/128)) of an fp8 pair, or None
     cdef Array topk_idx             # (T, K), or None with a handle
-    cdef Array topk_weights         # (T, K), or None
-    cdef Handle handle              # an earlier routing, or None
     cdef str layout
     cdef int64_t expert_alignment
     cdef int64_t num_worst_tokens   # 0: wait for the count
     cdef object out                 # None, True, an array, or a pair of arrays
 
 
-cdef class CombineCall:
-    """A checked combine."""
+cdef class CombineCall(Call):
+    """A combine. topk_weights: (N, K) in the rank layout, (T, K) in the expert layout."""
 
-    cdef Array x                    # (N, H)
-    cdef Handle handle
-    cdef Array topk_weights         # rank layout: (N, K); expert layout: (T, K); or None
     cdef Array bias0, bias1         # (T, H), or None
     cdef Array out                  # (T, H)
     cdef Array out_weights          # rank layout with topk_weights: (T, K), else None

@@ -1,9 +1,13 @@
 """What a Buffer asks of its backend: arguments that were checked once, as C sees them."""
 
 
-cdef class DispatchCall:
+cdef class Call:
     pass
 
 
-cdef class CombineCall:
+cdef class DispatchCall(Call):
+    pass
+
+
+cdef class CombineCall(Call):
     pass
