@@ -16,7 +16,7 @@ LEFT_OUT = {
     "pydoc_data",
     "encodings",
 }
-EVERY = 12  # one file in so many is for validation
+SHARE = 12  # one byte in about so many is for validation
 
 
 def read_standard_library(num_bytes):
@@ -26,12 +26,15 @@ def read_standard_library(num_bytes):
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    sides, total = ([], []), 0
-    for index, name in enumerate(name for name in files if not LEFT_OUT & set(name.split("/"))):
-        content = (root / name).read_bytes()[: num_bytes - total]
-        sides[index % EVERY == EVERY - 1].append(content)
-        total += len(content)
-        if total >= num_bytes:
+    sides, sizes = ([], []), [0, 0]
+    for name in files:
+        if LEFT_OUT & set(name.split("/")):
+            continue
+        content = (root / name).read_bytes()[: num_bytes - sum(sizes)]
+        side = sizes[1] * SHARE < sizes[0]  # validation's turn as soon as it has less than its share
+        sides[side].append(content)
+        sizes[side] += len(content)
+        if sum(sizes) >= num_bytes:
             break
     train, validation = (np.frombuffer(b"".join(side), np.uint8) for side in sides)
     if min(len(train), len(validation)) < 10_000:
