@@ -10,7 +10,6 @@ from posix.unistd cimport getpid
 import numpy as np
 
 from epcy.checks cimport Checker
-from epcy.event cimport completed
 from epcy.layout cimport epcy_default_num_rows, epcy_shape
 
 from epcy import backends, topology
@@ -101,6 +100,7 @@ cdef class Buffer:
             values = {name: value.value for name, value in resolve(given).items()}
             shape = shape_of(values, comm.Get_size())
             found = backends.find(values["backend"])
+            values["backend"] = found[0]
         except EpcyError as caught:
             error = caught
         timeout = values.get("timeout", DEF_TIMEOUT)
@@ -121,12 +121,10 @@ cdef class Buffer:
         self.topology = topology.discover(self.comm)
         if self.topology.num_nodes > 1:
             raise NotSupportedError(
-                f"comm: backend 'host' works inside one machine, the ranks lie on {self.topology.num_nodes} "
+                f"comm: backend {found[0]!r} works inside one machine, the ranks lie on {self.topology.num_nodes} "
                 f"({', '.join(self.topology.hostnames)}); use a sub-communicator of Split_type(COMM_TYPE_SHARED)")
         self.backend, backend_class, self.xp = found
-        values["backend"] = self.backend
         values["num_max_recv_tokens"] = shape["num_rows"]
-        values["num_sms"] = values["num_sms"] or 1
         if values["spin_us"] is None:
             values["spin_us"] = 50.0 if self.size <= len(os.sched_getaffinity(0)) else 2.0
         self.options, self._shape, self._token = values, shape, object()
@@ -338,6 +336,7 @@ cdef class Buffer:
         """
         self.enter("check")
         self._busy = False
+        self._backend.wait_all()
         error = self._backend.take_deferred()
         if error is not None:
             raise error
@@ -351,7 +350,9 @@ cdef class Buffer:
         -------
         Event
         """
-        return completed()
+        self.enter("capture")
+        self._busy = False
+        return self._backend.capture()
 
     def warmup(self):
         """Make the next call cost what any call costs: touch the memory and every kernel.

@@ -61,8 +61,11 @@ OPTIONS: tuple[Option, ...] = (
            env="EPCY_NUM_MAX_RECV_TOKENS", minimum=1, maximum=2**40),
     Option("timeout", "float", "Seconds that any wait for another rank may last.", default=60.0, env="EPCY_TIMEOUT",
            minimum=1e-3, maximum=1e6),
-    Option("num_sms", "int", "How much of the machine a call may use: threads a rank on the host backend (default 1).",
+    Option("num_sms", "int", "How much of the machine a call may use: threads a rank on the host backend (default 1), "
+           "multiprocessors on nvshmem (default 16 for dispatch on two ranks, 24 for combine).",
            env="EPCY_NUM_SMS", minimum=1, maximum=1024),
+    Option("device", "int", "The GPU of this rank (nvshmem). By default the ranks of one machine take its visible GPUs "
+           "in turn.", env="EPCY_DEVICE", minimum=0, maximum=1023, compared=False),
     Option("preinitialize", "bool", "Run warmup() in the constructor.", default=False, env="EPCY_PREINITIALIZE"),
     Option("spin_us", "float", "Microseconds that a host wait spins before it yields its core. By default 50 where "
            "every rank of the node has a core, else 2.", env="EPCY_SPIN_US", minimum=0, maximum=1e6),

@@ -7,6 +7,7 @@ import numpy as np
 
 from epcy.arrays cimport KIND_BF16, KIND_FP8, KIND_FP16, KIND_FP32, Array
 from epcy.backends.call cimport CombineCall, DispatchCall
+from epcy.event cimport completed
 from epcy.handle cimport Area, Dispatch, Handle
 from epcy.layout cimport EPCY_NUM_AREAS, epcy_area_layout, epcy_heap_layout, epcy_num_scales, epcy_shape
 
@@ -158,6 +159,15 @@ cdef class Backend:
             if self.taken[call.area]:
                 raise StateError(f"x: it lies outside the Buffer's memory, and both combine areas are given out by "
                                  f"combine_input (rank {self.rank}); combine one of those first")
+
+    # ---- what has no meaning where every call is over when it returns ------------------------------------------
+
+    def capture(self):
+        """Mark this point of the current stream."""
+        return completed()
+
+    def wait_all(self):
+        """Let everything of this Buffer come to its end."""
 
     # ---- errors that come later -----------------------------------------------------------------------------
 

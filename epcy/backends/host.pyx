@@ -29,6 +29,7 @@ from epcy.layout cimport EPCY_NUM_AREAS, epcy_heap_layout, epcy_num_local_expert
 from epcy import status as status_pages
 from epcy.arrays import DTYPES
 from epcy.backends import bootstrap
+from epcy.backends.names import LAYOUTS, PAYLOADS
 from epcy.errors import (
     ArgumentError, BackendError, CapacityError, EpcyError, HeapError, MismatchError, PeerError, PeerTimeoutError, StateError)
 
@@ -37,8 +38,6 @@ cdef int64_t SLICE_NS = 100_000_000     # how long a wait stays in C before it l
 cdef extern from "Python.h":
     int Py_AtExit(void (*function)() noexcept nogil)
 
-PAYLOADS = ("bfloat16", "float16", "float32", "fp8 pair")
-LAYOUTS = ("rank", "expert")
 OPERATIONS = status_pages.OPERATIONS
 WAITED_FOR = {EPCY_WORD_ARRIVED: "arrival", EPCY_WORD_DONE: "completion", EPCY_WORD_RESET: "reset"}
 
@@ -120,6 +119,7 @@ cdef class HostBackend(Backend):
         cdef uint8_t[::1] alone
         super().__init__(comm, shape, options, identities, token, np)
         self.h.shape, self.h.rank = self.shape, comm.rank
+        options["num_sms"] = options["num_sms"] or 1
         nbytes = heap_layout(shape)["total"]
         bootstrap.exchange(comm, None, self.no_room(nbytes, size), self.timeout, "Buffer()")
         # For a rank alone MPI may take the memory from malloc, which gives it to others after free() while arrays

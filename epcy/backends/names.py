@@ -1,0 +1,4 @@
+"""The words for what records and headers hold as numbers."""
+
+PAYLOADS = ("bfloat16", "float16", "float32", "fp8 pair")  # enum epcy_dtype
+LAYOUTS = ("rank", "expert")  # enum epcy_layout

@@ -1,0 +1,605 @@
+# cython: boundscheck=False, wraparound=False
+# distutils: libraries = epcy_cuda
+"""The NVSHMEM backend: CUDA kernels over symmetric memory, ordered by streams.
+
+A call is one kernel, and one step of the epoch that kernels keep on the device. The host waits for a kernel only where
+a dispatch must know how many rows come; everything else that goes wrong is reported to mapped host memory and raised by
+check() or the next call that waits.
+"""
+
+import time
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memset
+
+import numpy as np
+
+from epcy.arrays cimport KIND_FP32, KIND_INT64, Array
+from epcy.backends.base cimport Backend
+from epcy.backends.call cimport Call, CombineCall, DispatchCall
+from epcy.backends.cuda cimport *
+from epcy.backends.symmetric cimport check
+from epcy.event cimport Event
+from epcy.handle cimport Combine, Dispatch, Handle
+from epcy.layout cimport EPCY_NUM_AREAS, epcy_heap_layout, epcy_num_local_experts, epcy_num_scales
+
+from epcy.backends import bootstrap, symmetric
+from epcy.backends.host import bound_exit
+from epcy.backends.names import LAYOUTS, PAYLOADS
+from epcy.errors import (
+    ArgumentError, BackendError, CapacityError, HeapError, MismatchError, NotSupportedError, PeerError,
+    PeerTimeoutError, StateError)
+from epcy.status import OPERATIONS
+
+cdef enum:
+    OP_DISPATCH = 1
+    OP_COMBINE = 2
+    OP_BARRIER = 3
+    OP_FREE = 4
+
+cdef int64_t SLICE_NS = 100_000_000     # how long a wait stays in C before it looks for Ctrl-C and dead ranks
+PHASES = ("", "arrival", "counts", "starts", "data", "completion", "reset")     # enum epcy_cuda_phase
+
+
+cdef class CudaEvent(Event):
+    def __dealloc__(self):
+        if self.event != NULL:
+            epcy_cuda_event_free(self.event)
+
+    cdef int record(self, uintptr_t stream) except -1:
+        if self.event == NULL:
+            check(epcy_cuda_event(&self.event), "cudaEventCreate")
+        return check(epcy_cuda_event_record(self.event, <void *>stream), "cudaEventRecord")
+
+    def current_stream_wait(self):
+        import cupy
+        check(epcy_cuda_event_wait(self.event, <void *><uintptr_t>cupy.cuda.get_current_stream().ptr),
+              "cudaStreamWaitEvent")
+
+    def query(self):
+        cdef int done = 0
+        check(epcy_cuda_event_query(self.event, &done), "cudaEventQuery")
+        return done != 0
+
+    def synchronize(self):
+        while not self.query():
+            PyErr_CheckSignals()
+            time.sleep(2e-5)
+
+    def __repr__(self):
+        return "<epcy.Event on a CUDA stream>"
+
+
+cdef class Mapped:
+    def __cinit__(self, int64_t num_experts):
+        cdef void *host = NULL
+        cdef void *device = NULL
+        check(epcy_cuda_mapped(sizeof(epcy_report) + num_experts * 8, &host, &device), "cudaHostAlloc")
+        self.report, self.device_report = <epcy_report *>host, <epcy_report *>device
+
+    def __dealloc__(self):
+        if self.report != NULL:
+            epcy_cuda_unmap(self.report)
+
+
+cdef class CudaHandle(Handle):
+    @property
+    def num_recv_tokens(self):
+        return self.num_recv[0]
+
+    @property
+    def overflow(self):
+        return self.num_recv[0] > self.num_rows
+
+    cpdef object expert_counts(self):
+        return self.experts
+
+    def check(self):
+        if self.event is not None:
+            self.event.synchronize()
+        if self.error is None and self.num_worst_tokens:
+            rows = int(self.num_recv[0])
+            if rows > self.num_worst_tokens:
+                raise CapacityError(too_many(rows, self.num_worst_tokens))
+        if self.error is None and self.backend is not None:
+            self.error = self.backend.late_error()
+        if self.error is not None:
+            raise self.error
+
+    def __repr__(self):
+        return f"<epcy.Handle: {self.layout} layout, {self.num_tokens} tokens sent, on a GPU>"
+
+
+def too_many(rows, limit):
+    return (f"num_worst_tokens: {rows} rows came in a dispatch, num_worst_tokens={limit}; the rest was dropped: give "
+            f"num_worst_tokens={rows} or more")
+
+
+cdef class NvshmemBackend(Backend):
+    def __init__(self, comm, dict shape, dict options, list identities, object token):
+        """Collective, blocking: start NVSHMEM if it is not running, and allocate on its heap."""
+        import cupy
+
+        super().__init__(comm, shape, options, identities, token, cupy)
+        cdef int rank, previous = 0
+        if self.num_ranks > EPCY_MAX_RANKS:
+            raise NotSupportedError(f"comm: backend 'nvshmem' takes up to {EPCY_MAX_RANKS} ranks of one NVLink domain, "
+                                    f"got {self.num_ranks}")
+        if options["device"] is None:       # ranks of one machine take its GPUs in turn
+            mine = identities[self.rank].host
+            options["device"] = sum([i.host == mine for i in identities[:self.rank]]) % symmetric.num_devices()
+        self.device = options["device"]
+        if self.device >= symmetric.num_devices():
+            raise ArgumentError(f"device: expected a GPU in 0..{symmetric.num_devices() - 1}, got {self.device} (rank "
+                                f"{self.rank})")
+        symmetric.start(comm, self.device, None, self.timeout)
+        self.peers.control = epcy_control_layout(&self.shape)
+        self.heap_layout = epcy_heap_layout(&self.shape, self.peers.control.bytes)
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            free_bytes = cupy.cuda.runtime.memGetInfo()[0]
+            error = None
+            if self.heap_layout.bytes > free_bytes:
+                error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {self.heap_layout.bytes} bytes, GPU "
+                                  f"{self.device} has {free_bytes} free; give fewer num_max_tokens_per_rank or "
+                                  "num_max_recv_tokens")
+            bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")
+            self.memory = symmetric.allocate(comm, self.heap_layout.bytes, self.timeout)
+            unreachable = [r for r in range(self.num_ranks) if not self.memory.bases[r]]
+            if unreachable:
+                raise NotSupportedError(f"comm: rank {self.rank} cannot reach the memory of ranks {unreachable} by NVLink "
+                                        "or PCIe; this build moves tokens inside one NVLink domain")
+            for rank in range(self.num_ranks):
+                self.peers.base[rank] = <char *><uintptr_t>self.memory.bases[rank]
+            self.start = self.peers.base[self.rank]
+            check(epcy_cuda_zero(self.start, self.peers.control.bytes), "cudaMemset")
+            self.mapped = Mapped(epcy_num_local_experts(&self.shape))
+            self.peers.shape, self.peers.area, self.peers.heap = self.shape, self.area, self.heap_layout
+            self.peers.rank, self.peers.report = self.rank, self.mapped.device_report
+            self.peers.timeout_ns = <int64_t>(self.timeout * 1e9)
+            check(epcy_cuda_stream(<void **>&self.own_stream), "cudaStreamCreate")
+            check(epcy_cuda_load(), "loading kernels")
+            self.choose_blocks(options["num_sms"])
+            options["num_sms"] = self.dispatch_peer_blocks * (self.num_ranks - 1) + self.dispatch_own_blocks
+            self.pool, self.alive, self.captured = cupy.cuda.MemoryPool(), [], []
+            self.open_areas(self.memory)
+            bootstrap.exchange(comm, None, None, self.timeout, "Buffer()")  # every control region is zero now
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+    def choose_blocks(self, num_sms):
+        """Blocks for each destination. About 8 fill a link; a rank's own rows need as many as a peer's."""
+        others = self.num_ranks - 1
+        each = max(1, num_sms // self.num_ranks) if num_sms else -(-8 // max(1, others))
+        self.dispatch_peer_blocks = min(EPCY_NUM_CHUNKS, each)
+        self.dispatch_own_blocks = min(EPCY_NUM_CHUNKS, max(1, num_sms - each * others) if num_sms else each)
+        self.combine_blocks = num_sms or 24
+
+    cdef object view(self, int64_t offset, tuple shape, dtype, owner):
+        cupy = self.xp
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        memory = cupy.cuda.UnownedMemory(<uintptr_t>(self.start + offset), nbytes, owner, self.device)
+        return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+    # ---- streams --------------------------------------------------------------------------------------------
+
+    cdef uintptr_t begin(self, Call call, bint *capturing) except? 0:
+        """Choose the stream of a call, and make it wait for what the call must come after."""
+        cdef int yes = 0
+        cdef uintptr_t stream = call.stream
+        cdef CudaEvent fork
+        if self.mapped.report.expired:
+            raise self.late_error()
+        check(epcy_cuda_is_capturing(<void *>stream, &yes), "cudaStreamIsCapturing")
+        capturing[0] = yes
+        if call.async_finish or call.previous_event is not None:
+            stream = self.own_stream
+            fork = call.previous_event if isinstance(call.previous_event, CudaEvent) else None
+            if fork is None:
+                fork = CudaEvent.__new__(CudaEvent)
+                fork.record(call.stream)
+            check(epcy_cuda_event_wait(fork.event, <void *>stream), "cudaStreamWaitEvent")
+        if not yes and self.last is not None and self.last_stream != stream:
+            check(epcy_cuda_event_wait(self.last.event, <void *>stream), "cudaStreamWaitEvent")
+        return stream
+
+    cdef Event end(self, Call call, uintptr_t stream, bint capturing, list keeps):
+        """Mark the end of a call, and keep its arrays until the stream has passed it."""
+        cdef CudaEvent event = CudaEvent.__new__(CudaEvent)
+        event.record(stream)
+        if stream != call.stream and not call.async_finish:
+            check(epcy_cuda_event_wait(event.event, <void *>call.stream), "cudaStreamWaitEvent")
+        if capturing:
+            self.captured.append(keeps)     # a graph may replay for as long as the Buffer lives
+            return event
+        event.keeps = keeps
+        self.last, self.last_stream = event, stream
+        while self.alive and (<CudaEvent>self.alive[0]).query():
+            (<CudaEvent>self.alive.pop(0)).keeps = None
+        self.alive.append(event)
+        return event
+
+    cdef uint32_t header(self, int op, Array x, Handle handle, bint weights) except? 0:
+        """The first header word of a call, without the bits of one operation alone."""
+        return (<uint32_t>op | <uint32_t>x.kind << 3 | (handle.layout == "expert") << 6 | weights << 8
+                | (<uint32_t>handle.expert_alignment & 1023) << 9 | (<uint32_t>handle.epoch & 511) << 19)
+
+    # ---- dispatch -------------------------------------------------------------------------------------------
+
+    cdef CudaHandle make_handle(self, DispatchCall call, uintptr_t stream):
+        cdef CudaHandle h = CudaHandle.__new__(CudaHandle)
+        cdef int64_t T = call.x.shape[0], R = self.num_ranks, C = EPCY_NUM_CHUNKS, at = 0
+        cdef int64_t L = epcy_num_local_experts(&self.shape)
+        cdef char *p
+        h.buffer_token, h.layout, h.num_tokens = self.token, call.layout, T
+        h.expert_alignment, h.num_worst_tokens = call.expert_alignment, call.num_worst_tokens
+        h.epoch, h.backend = self.num_dispatches, self
+        lanes = T * self.shape.num_topk
+        h.memory = self.pool.malloc(8 + 8 * L + 8 * lanes + 4 * (2 * R * T + 2 * R * C))
+        p = <char *><uintptr_t>h.memory.ptr
+        h.routing.num_recv, at = <int64_t *>p, 8
+        h.routing.experts, at = <int64_t *>(p + at), at + 8 * L
+        h.lane_ids, at = <int64_t *>(p + at), at + 8 * lanes
+        h.routing.list, at = <int32_t *>(p + at), at + 4 * R * T
+        h.routing.pos, at = <int32_t *>(p + at), at + 4 * R * T
+        h.routing.chunk_count, at = <int32_t *>(p + at), at + 4 * R * C
+        h.routing.chunk_base = <int32_t *>(p + at)
+        h.num_recv = self.xp.ndarray((1,), np.int64, memptr=h.memory)
+        h.experts = self.xp.ndarray((L,), np.int64, memptr=h.memory + 8)
+        return h
+
+    def dispatch(self, DispatchCall call):
+        cdef epcy_cuda_dispatch d
+        cdef CudaHandle handle
+        cdef bint capturing = False, uncached = call.handle is None, waits
+        cdef uintptr_t stream
+        cdef int area, previous = 0, i
+        cdef uint64_t *experts = <uint64_t *>(self.mapped.report + 1)
+        if call.layout == "expert":
+            raise NotSupportedError("layout: 'expert' is not yet part of backend 'nvshmem'; use layout='rank'")
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            waits = uncached and call.num_worst_tokens == 0
+            stream = self.begin(call, &capturing)
+            if waits and capturing:
+                raise StateError(f"num_worst_tokens: a dispatch inside a graph capture cannot wait for its count (rank "
+                                 f"{self.rank}); give num_worst_tokens, or handle=")
+            if uncached:
+                self.num_dispatches += 1
+                handle = self.make_handle(call, stream)
+            else:
+                handle = call.handle
+            area = self.take_area()
+            memset(&d, 0, sizeof(d))
+            d.peers, d.routing = self.peers, handle.routing
+            d.x, d.x_stride_bytes, d.num_tokens = call.x.data, call.x.strides[0], <int32_t>call.x.shape[0]
+            if call.x.is_contiguous:
+                d.x_stride_bytes = self.shape.hidden * call.x.item_bytes()
+            d.row_bytes = self.shape.hidden * call.x.item_bytes()
+            if call.scales is not None:
+                d.scales, d.num_scales = call.scales.data, <int32_t>epcy_num_scales(self.shape.hidden)
+            if call.topk_weights is not None:
+                d.topk_weights = <float *>call.topk_weights.data
+            if uncached:
+                d.topk_idx, d.is_int64, d.lane_ids_out = call.topk_idx.data, call.topk_idx.kind == KIND_INT64, handle.lane_ids
+            else:
+                d.lane_ids, d.is_int64, d.cached = handle.lane_ids, 1, 1
+            d.limit = <int32_t>min(handle.num_worst_tokens or self.shape.num_rows, 2**31 - 1)
+            d.fill_to = <int32_t>handle.num_worst_tokens
+            d.header = <int32_t>(self.header(OP_DISPATCH, call.x, handle, call.topk_weights is not None)
+                                 | <uint32_t>(not uncached) << 7 | <uint32_t>area << 30 | (EPCY_HEADER_WAITS if waits else 0))
+            d.num_peer_blocks, d.num_own_blocks = self.dispatch_peer_blocks, self.dispatch_own_blocks
+            if waits:
+                d.peers.ticket = self.next_ticket()
+            check(epcy_cuda_launch_dispatch(&d, <void *>stream), "launching dispatch")
+            counts = handle.counts
+            if waits:
+                self.wait_report(d.peers.ticket, 0, self.num_ranks, handle.experts.size, "dispatch")
+                handle.num_rows = <uint32_t>self.mapped.report.num_rows
+                counts = handle.counts = [<uint32_t>experts[i] for i in range(handle.experts.size)]
+            elif uncached:
+                handle.num_rows = call.num_worst_tokens
+            if call.out is None:
+                r = self.result(call, handle, area, counts, None)
+            else:
+                with self.xp.cuda.Stream.from_external(Foreign(stream)):
+                    r = self.result(call, handle, area, counts, None)
+            r.event = self.end(call, stream, capturing, [call.x.owner, call.topk_idx, call.topk_weights, call.scales, handle])
+            if uncached and not capturing:
+                handle.event = r.event
+            return r
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+    # ---- combine --------------------------------------------------------------------------------------------
+
+    def combine(self, CombineCall call):
+        cdef epcy_cuda_combine c
+        cdef CudaHandle handle = call.handle
+        cdef bint capturing = False
+        cdef uintptr_t stream
+        cdef int previous = 0
+        cdef int64_t row_bytes = call.x.shape[1] * call.x.item_bytes(), stride
+        cdef char *area
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            stream = self.begin(call, &capturing)
+            if call.area >= 0:
+                area = self.start + self.heap_layout.combine[call.area]
+            if call.x_offset < 0:
+                call.x_offset = self.heap_layout.combine[call.area] + self.area.payload
+                stride = row_bytes if call.x.is_contiguous else call.x.strides[0]
+                check(epcy_cuda_stage(area + self.area.payload, call.x.data, call.x.shape[0], row_bytes, stride,
+                                      <void *>stream), "staging x")
+            if call.out_weights is not None and call.weights_offset < 0:
+                call.weights_offset = self.heap_layout.combine[call.area] + self.area.topk_weights
+                check(epcy_cuda_stage(area + self.area.topk_weights, call.topk_weights.data, call.topk_weights.shape[0],
+                                      self.shape.num_topk * 4, self.shape.num_topk * 4, <void *>stream), "staging weights")
+            memset(&c, 0, sizeof(c))
+            c.peers, c.pos, c.num_tokens = self.peers, handle.routing.pos, <int32_t>handle.num_tokens
+            c.out, c.row_bytes, c.dtype = call.out.data, row_bytes, call.x.kind
+            c.y_offset, c.weights_offset = call.x_offset, max(call.weights_offset, 0)
+            if call.bias0 is not None:
+                c.bias[0] = call.bias0.data
+            if call.bias1 is not None:
+                c.bias[1] = call.bias1.data
+            if call.out_weights is not None:
+                c.out_weights, c.lane_ids = <float *>call.out_weights.data, handle.lane_ids
+            c.header = <int32_t>self.header(OP_COMBINE, call.x, handle, call.topk_weights is not None)
+            check(epcy_cuda_launch_combine(&c, self.combine_blocks, <void *>stream), "launching combine")
+            if call.consumed >= 0:
+                self.taken[call.consumed] = False
+            r = Combine.__new__(Combine)
+            r.combined_x = call.out.owner
+            if call.out_weights is not None:
+                r.combined_topk_weights = call.out_weights.owner
+            r.event = self.end(call, stream, capturing, [call.x.owner, call.topk_weights, call.bias0, call.bias1, call.out,
+                                                         call.out_weights, handle])
+            return r
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+    cdef int64_t offset_in_heap(self, Array array) noexcept:
+        # Headers name places in steps of 128 bytes.
+        cdef int64_t offset = Backend.offset_in_heap(self, array)
+        return offset if offset % 128 == 0 else -1
+
+    # ---- calls that move nothing ----------------------------------------------------------------------------
+
+    def next_ticket(self):
+        self.num_tickets = (self.num_tickets + 1) & 0xFFFFFFFF or 1
+        return self.num_tickets
+
+    def step(self, uint32_t header, bytes text, uint32_t ticket):
+        """Launch a call that moves nothing, behind all others, on the Buffer's own stream."""
+        cdef epcy_peers peers = self.peers
+        cdef int previous = 0
+        cdef const char *c_text = NULL if text is None else <const char *>text
+        cdef CudaEvent event = CudaEvent.__new__(CudaEvent)
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            if self.last is not None and self.last_stream != self.own_stream:
+                check(epcy_cuda_event_wait(self.last.event, <void *>self.own_stream), "cudaStreamWaitEvent")
+            peers.ticket = ticket
+            check(epcy_cuda_launch_step(&peers, header, c_text, <void *>self.own_stream), "launching a step")
+            event.record(self.own_stream)
+            self.last, self.last_stream = event, self.own_stream
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+    def refuse(self, int op, str text):
+        """Take part in a call without data, so that the others learn why and stay in step."""
+        raw = f"rank {self.rank} refused {OPERATIONS[op]}: {text}".encode()[:EPCY_CUDA_TEXT_BYTES - 1]
+        self.step(<uint32_t>op | EPCY_HEADER_REFUSED, raw, 0)
+
+    def barrier(self, int op=OP_BARRIER):
+        """Wait for every rank to come here."""
+        ticket = self.next_ticket()
+        self.step(op, None, ticket)
+        self.wait_report(ticket, self.rank, 1, 0, OPERATIONS[op])
+
+    # ---- waiting on the host, and what can go wrong -----------------------------------------------------------
+
+    cdef int wait_report(self, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, str op) except -1:
+        """Wait until the kernel has reported what its ticket asks for, or raise."""
+        cdef int done = 0
+        cdef double start = time.monotonic()
+        while True:
+            with nogil:
+                epcy_cuda_poll(self.mapped.report, ticket, first_rank, num_ranks, num_experts, SLICE_NS, &done)
+            if done:
+                break
+            try:
+                PyErr_CheckSignals()
+            except BaseException:
+                self.break_off()
+                raise
+            dead = [r for r in range(self.num_ranks) if self.identities[r].is_dead()]
+            if dead:
+                self.break_off()
+                bound_exit()
+                raise PeerTimeoutError(f"{op} on rank {self.rank}: rank {dead[0]} (pid {self.identities[dead[0]].pid}) has "
+                                       f"ended; dead ranks: {dead}. This Buffer cannot go on; look for that rank's own "
+                                       "error and restart the job", dead, "arrival", 0)
+            if time.monotonic() - start > 2 * self.timeout + 10:
+                self.break_off()
+                raise BackendError(f"{op} on rank {self.rank}: the kernel neither ended nor gave up within "
+                                   f"{time.monotonic() - start:.1f} s; see cuda-gdb or compute-sanitizer", "CUDA", 0)
+        verdicts = [<uint32_t>self.mapped.report.verdict[first_rank + r] for r in range(num_ranks)]
+        if max(verdicts) != EPCY_VERDICT_OK:
+            self.fail(op, verdicts)
+
+    def break_off(self):
+        """Make the kernels that wait give up."""
+        cdef uint32_t one = 1
+        self.broken = True
+        epcy_cuda_put(self.start + self.peers.control.local + 8, &one, 4)
+
+    cdef int settle(self, str op) except -1:
+        """Wait until nothing of this Buffer runs; every kernel ends by itself within the timeout."""
+        cdef double limit = time.monotonic() + 2 * self.timeout + 10
+        while self.last is not None and not self.last.query():
+            PyErr_CheckSignals()
+            if time.monotonic() > limit:
+                raise BackendError(f"{op} on rank {self.rank}: a kernel of this Buffer does not end", "CUDA", 0)
+            time.sleep(2e-5)
+        return 0
+
+    def fetch(self, int64_t offset, int64_t count, dtype):
+        """Read words of this rank's control region."""
+        out = np.empty(count, dtype)
+        cdef uint8_t[::1] raw = out.view(np.uint8)
+        check(epcy_cuda_fetch(&raw[0], self.start + offset, raw.shape[0]), "cudaMemcpy")
+        return out
+
+    def fail(self, op, verdicts):
+        """Raise what made a call fail for which the host waited."""
+        cdef int64_t R = self.num_ranks, C = EPCY_NUM_CHUNKS
+        verdict = max(verdicts)
+        if verdict == EPCY_VERDICT_BROKEN:
+            raise self.late_error() or StateError(f"{op}: an earlier call on this Buffer did not end (rank {self.rank}); "
+                                                  "call reset() on all ranks first")
+        self.settle_last(op)
+        half = int(self.fetch(self.peers.control.local, 1, np.uint32)[0]) & 1
+        headers = self.fetch(self.peers.control.headers + half * R * EPCY_NUM_HEADERS * 8, R * EPCY_NUM_HEADERS, np.uint64)
+        headers = (headers & np.uint64(0xFFFFFFFF)).astype(np.int64).reshape(R, EPCY_NUM_HEADERS)
+        if verdict == EPCY_VERDICT_REFUSED:
+            rank = int(np.nonzero(headers[:, 0] & EPCY_HEADER_REFUSED)[0][0])
+            text = self.fetch(self.peers.control.text + (half * R + rank) * EPCY_CUDA_TEXT_BYTES, EPCY_CUDA_TEXT_BYTES, np.uint8)
+            raise PeerError(text.tobytes().partition(b"\0")[0].decode(errors="replace"), [rank])
+        if verdict == EPCY_VERDICT_MISMATCH:
+            raise mismatch(op, headers[:, 0].tolist())
+        counts = self.fetch(self.peers.control.counts + half * R * C * R * 8, R * C * R, np.uint64)
+        counts = (counts & np.uint64(0xFFFFFFFF)).astype(np.int64).reshape(R, C, R)
+        if verdict == EPCY_VERDICT_BAD_ID:
+            rank, chunk = (int(i) for i in np.argwhere(counts[:, :, 0] & EPCY_COUNT_BAD)[0])
+            slot = self.fetch(self.peers.control.bad + ((half * R + rank) * C + chunk) * 32, 3, np.int64).tolist()
+            text = bad_id(rank, *slot, self.shape.num_experts)
+            raise ArgumentError(text) if rank == self.rank else PeerError(f"rank {rank} refused {op}: {text}", [rank])
+        rank = verdicts.index(EPCY_VERDICT_OVERFLOW)
+        rows, limit = int((counts[:, :, rank] & 0x7FFFFFFF).sum()), int(headers[rank, 1])
+        text = (f"num_max_recv_tokens: rank {rank} would receive {rows} rows in {op}, its receive area holds {limit}; "
+                f"construct the Buffer with num_max_recv_tokens={rows} or more")
+        raise CapacityError(text) if rank == self.rank else PeerError(text, [rank])
+
+    def settle_last(self, op):
+        """The call that failed has no event yet: mark the end of its stream."""
+        import cupy
+        cupy.cuda.get_current_stream().synchronize()
+        self.settle(op)
+
+    cdef object late_error(self):
+        """What a kernel reported for which the host did not wait, once; or None."""
+        cdef epcy_report *r = self.mapped.report
+        error = None
+        if r.expired:
+            self.broken = True
+            phase, peer = PHASES[r.phase], r.peer
+            error = PeerTimeoutError(
+                f"call {r.epoch} on rank {self.rank}: gave up after {self.timeout:g} s (timeout={self.timeout:g} s); waited "
+                f"for rank {peer} (pid {self.identities[peer].pid}) in phase {phase}, expected epoch {r.expected >> 32}, "
+                f"seen {r.seen >> 32}. Find out what keeps rank {peer}, or give a larger timeout; reset() on all ranks "
+                "makes this Buffer usable again", [peer], phase, r.epoch)
+            r.expired = 0
+        elif r.late_verdict == EPCY_VERDICT_REFUSED:
+            error = PeerError((<bytes>r.late_text).decode(errors="replace"), [r.late_rank])
+        elif r.late_verdict == EPCY_VERDICT_MISMATCH:
+            error = MismatchError(f"operation: the ranks disagreed about a call that rank {self.rank} did not wait for; every "
+                                  "rank must make the same calls on a Buffer in the same order")
+        elif r.bad_epoch:
+            error = ArgumentError(bad_id(self.rank, r.bad_token, r.bad_lane, r.bad_value, self.shape.num_experts))
+        elif r.late_rows:
+            error = CapacityError(too_many(r.late_rows, r.late_limit))
+        r.late_verdict = r.bad_epoch = 0
+        r.late_rows = 0
+        return error
+
+    def take_deferred(self):
+        return self.late_error()
+
+    def capture(self):
+        cdef CudaEvent event = CudaEvent.__new__(CudaEvent)
+        event.record(self.xp.cuda.get_current_stream().ptr)
+        return event
+
+    def wait_all(self):
+        """Let everything of this Buffer come to its end."""
+        self.settle("check")
+
+    # ---- life -----------------------------------------------------------------------------------------------
+
+    def reset(self):
+        """Bring every rank to one epoch again, by a kernel of two rounds."""
+        cdef epcy_peers peers = self.peers
+        cdef int previous = 0
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            self.settle("reset")
+            self.late_error()
+            self.num_resets += 1
+            peers.ticket = self.next_ticket()
+            check(epcy_cuda_launch_reset(&peers, self.num_resets, <void *>self.own_stream), "launching reset")
+            self.broken = False
+            try:
+                self.wait_report(peers.ticket, self.rank, 1, 0, "reset")
+            except BaseException:
+                self.num_resets -= 1
+                self.broken = True
+                raise
+            self.forget_areas()
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+    def close(self, bint together):
+        """Give the memory back; `together` is collective."""
+        from mpi4py import MPI
+
+        cdef int previous = 0
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            agreed = False
+            try:
+                if together:
+                    self.barrier(OP_FREE)
+                    agreed = True
+            finally:
+                self.close_areas()
+                self.alive, self.captured = [], []
+            if agreed and not MPI.Is_finalized():
+                self.settle("free")
+                self.memory.free()
+                epcy_cuda_stream_free(<void *>self.own_stream)
+                self.comm.Free()
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+
+class Foreign:
+    """A stream's address, as CuPy takes it."""
+
+    def __init__(self, address):
+        self.address = address
+
+    def __cuda_stream__(self):
+        return 0, self.address
+
+
+def bad_id(rank, token, lane, value, num_experts):
+    return (f"topk_idx[{token}, {lane}]: expected an expert id in 0..{num_experts - 1} or -1, got {value} (rank {rank}, "
+            f"token {token}, lane {lane})")
+
+
+def mismatch(op, headers):
+    """Say in which field of their headers the ranks differ."""
+    fields = (("operation", 0, 7, lambda v: f"in {OPERATIONS[v]}"), ("x.dtype", 3, 7, lambda v: PAYLOADS[v]),
+              ("layout", 6, 1, lambda v: LAYOUTS[v]), ("handle", 7, 1, lambda v: ("not given", "given")[v]),
+              ("topk_weights", 8, 1, lambda v: ("not given", "given")[v]), ("expert_alignment", 9, 1023, str),
+              ("handle", 19, 511, lambda v: f"that of dispatch {v}"))
+    for name, shift, mask, show in fields:
+        values = [h >> shift & mask for h in headers]
+        if any(value != values[0] for value in values):
+            break
+    shown = ", ".join(f"rank {rank}: {show(value)}" for rank, value in enumerate(values))
+    return MismatchError(f"{name}: the ranks disagree in {op}: {shown}; every rank must make the same calls on a Buffer in "
+                         "the same order")

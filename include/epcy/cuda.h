@@ -1,0 +1,194 @@
+/* The CUDA backend: what Cython, gcc and nvcc share. Plain C types only; streams and events are opaque pointers.
+ *
+ * Ranks reach each other's memory by plain pointers (nvshmem_ptr). A word that ranks exchange is 64 bits, the call's
+ * epoch above and a value below, so it is its own flag and is never cleared. Words lie in two sets, by the epoch's
+ * parity: a rank writes those of call n + 2 only after it has seen everybody in call n + 1, and whoever is there has
+ * finished call n. */
+#ifndef EPCY_CUDA_H
+#define EPCY_CUDA_H
+
+#include <stdint.h>
+
+#include "epcy/layout.h"
+
+#define EPCY_MAX_RANKS 32 /* of one NVLink domain: a warp looks at all of them at once */
+#define EPCY_NUM_CHUNKS 32 /* into which a rank's tokens are counted, whatever its T and its grid */
+#define EPCY_NUM_HEADERS 3
+#define EPCY_CUDA_TEXT_BYTES 512
+#define EPCY_UNIQUE_ID_BYTES 128
+
+/* First header word of a call: what a rank does, to be compared. */
+#define EPCY_HEADER_OP(h) ((h) & 7u)
+#define EPCY_HEADER_DTYPE(h) (((h) >> 3) & 7u)
+#define EPCY_HEADER_LAYOUT(h) (((h) >> 6) & 1u)
+#define EPCY_HEADER_CACHED(h) (((h) >> 7) & 1u)
+#define EPCY_HEADER_WEIGHTS(h) (((h) >> 8) & 1u)
+#define EPCY_HEADER_ALIGNMENT(h) (((h) >> 9) & 1023u) /* low bits */
+#define EPCY_HEADER_ROUTING(h) (((h) >> 19) & 511u)   /* low bits of the handle's epoch */
+#define EPCY_HEADER_COMPARED 0x0FFFFFFFu
+#define EPCY_HEADER_WAITS 0x10000000u   /* its host waits for the counts */
+#define EPCY_HEADER_REFUSED 0x20000000u /* takes part without data; its text is in the slot */
+#define EPCY_HEADER_AREA(h) (((h) >> 30) & 1u)
+
+#define EPCY_COUNT_BAD 0x80000000u /* in a count word: the chunk holds a bad id, and the rank's host waits */
+
+/* What a kernel of a call tells the host, in the low half of a verdict word. */
+enum epcy_verdict { /* the largest that any thread finds counts */
+  EPCY_VERDICT_OK, EPCY_VERDICT_OVERFLOW, EPCY_VERDICT_BAD_ID, EPCY_VERDICT_MISMATCH, EPCY_VERDICT_REFUSED, EPCY_VERDICT_BROKEN };
+
+/* Offsets inside the control region of a rank (symmetric: the same on all ranks). */
+typedef struct epcy_control {
+  int64_t headers;   /* u64 [2][R][3]: from each rank */
+  int64_t done;      /* u64 [2][R] */
+  int64_t counts;    /* u64 [2][R][C][R]: rows that source s sends from chunk c to rank d */
+  int64_t experts;   /* u64 [2][R][C][L]: lanes of chunk c of source s for my local expert */
+  int64_t starts;    /* u64 [2][C][E]: first row of my chunk c at each expert (expert layout) */
+  int64_t bad;       /* int64 [2][R][C][4]: token, lane, value of a chunk's first bad id */
+  int64_t text;      /* char [2][R][512] */
+  int64_t resets;    /* u64 [2][R]: (round, epoch) of the two rounds of reset */
+  int64_t local;     /* epcy_local: nobody else touches it */
+  int64_t bytes;
+} epcy_control;
+
+/* A rank's own device state. */
+typedef struct epcy_local {
+  uint32_t epoch, blocks_done, broken, unused;
+} epcy_local;
+
+EPCY_INLINE epcy_control epcy_control_layout(const epcy_shape *s) {
+  const int64_t R = s->num_ranks, C = EPCY_NUM_CHUNKS, L = epcy_num_local_experts(s);
+  epcy_control c;
+  int64_t at = 0;
+  c.headers = at, at = epcy_round_up(at + 2 * R * EPCY_NUM_HEADERS * 8, EPCY_LINE_BYTES);
+  c.done = at, at = epcy_round_up(at + 2 * R * 8, EPCY_LINE_BYTES);
+  c.counts = at, at = epcy_round_up(at + 2 * R * C * R * 8, EPCY_LINE_BYTES);
+  c.experts = at, at = epcy_round_up(at + 2 * R * C * L * 8, EPCY_LINE_BYTES);
+  c.starts = at, at = epcy_round_up(at + 2 * C * s->num_experts * 8, EPCY_LINE_BYTES);
+  c.bad = at, at = epcy_round_up(at + 2 * R * C * 4 * 8, EPCY_LINE_BYTES);
+  c.text = at, at = epcy_round_up(at + 2 * R * EPCY_CUDA_TEXT_BYTES, EPCY_LINE_BYTES);
+  c.resets = at, at = epcy_round_up(at + 2 * R * 8, EPCY_LINE_BYTES);
+  c.local = at, at = epcy_round_up(at + (int64_t)sizeof(epcy_local), EPCY_LINE_BYTES);
+  c.bytes = at;
+  return c;
+}
+
+/* What kernels tell the host of their rank: mapped host memory. Words that the host waits for carry the ticket of its
+ * call above and a value below; epochs it cannot know, since graphs take steps of their own. */
+typedef struct epcy_report { /* its definition must not depend on the Buffer */
+  uint64_t num_rows;                 /* rows that come to this rank */
+  uint64_t verdict[EPCY_MAX_RANKS];  /* by destination */
+  /* The first wait that expired: written once, read when a call fails. */
+  uint32_t expired, phase, peer, epoch;
+  uint64_t expected, seen;
+  /* The first bad id of this rank in a call whose host did not wait. */
+  uint32_t bad_epoch, unused;
+  int64_t bad_token, bad_lane, bad_value;
+  uint32_t late_verdict, late_rank; /* of a call whose host did not wait and which failed; who refused */
+  uint64_t late_rows, late_limit;     /* rows that came where there was room for fewer */
+  char late_text[EPCY_CUDA_TEXT_BYTES];
+  /* followed by u64 experts[L]: lanes for each local expert */
+} epcy_report;
+
+/* What a Buffer's kernels need of it. */
+typedef struct epcy_peers {
+  char *base[EPCY_MAX_RANKS]; /* each rank's allocation as this GPU reaches it */
+  epcy_shape shape;
+  epcy_control control;
+  epcy_area area;
+  epcy_heap heap;
+  int32_t rank;
+  epcy_report *report; /* mapped host memory, device address */
+  int64_t timeout_ns;
+  uint32_t ticket; /* of this call; 0: its host does not wait */
+  uint32_t unused;
+} epcy_peers;
+
+enum epcy_cuda_phase { EPCY_CUDA_HEADERS = 1, EPCY_CUDA_COUNTS, EPCY_CUDA_STARTS, EPCY_CUDA_DATA, EPCY_CUDA_COMPLETION, EPCY_CUDA_RESET };
+
+/* A handle's arrays on the device. */
+typedef struct epcy_cuda_routing {
+  int32_t *list;        /* [R][T]: tokens that go to a rank, compact inside each chunk */
+  int32_t *chunk_count; /* [R][C] */
+  int32_t *chunk_base;  /* [R][C]: first row of the chunk at that rank */
+  int32_t *pos;         /* [T][R]: the token's row at that rank, or -1 */
+  int64_t *num_recv;    /* [1]: rows that come to this rank, unclipped */
+  int64_t *experts;     /* [L]: lanes for each local expert */
+} epcy_cuda_routing;
+
+/* A dispatch in the rank layout. */
+typedef struct epcy_cuda_dispatch {
+  epcy_peers peers;
+  epcy_cuda_routing routing;
+  const char *x;
+  const char *scales;       /* NULL, or (T, num_scales) float32, contiguous */
+  const void *topk_idx;     /* uncached: (T, K) */
+  const float *topk_weights; /* NULL, or (T, K) */
+  const int64_t *lane_ids;  /* cached: (T, K) int64 as given to the first dispatch, bad ids as -1 */
+  int64_t *lane_ids_out;    /* uncached: where to keep them */
+  int64_t x_stride_bytes, row_bytes;
+  int32_t num_scales, num_tokens, is_int64, header, limit, fill_to, cached;
+  int32_t num_peer_blocks, num_own_blocks; /* blocks for each other rank, and for this one */
+} epcy_cuda_dispatch;
+
+/* A combine by pulling rows: rank layout, or the partial rows of the expert layout. */
+typedef struct epcy_cuda_combine {
+  epcy_peers peers;
+  const int32_t *pos; /* [T][R] */
+  const char *bias[2];
+  char *out;
+  const int64_t *lane_ids; /* (T, K): whose weights come back; NULL without weights */
+  float *out_weights;
+  int64_t y_offset, weights_offset; /* in this rank's allocation, multiples of 128 */
+  int64_t row_bytes;
+  int32_t dtype, num_tokens, header;
+} epcy_cuda_combine;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+/* Every function returns 0 or a CUDA error code (runtime.cu's NVSHMEM calls: a status of NVSHMEM). */
+const char *epcy_cuda_error_name(int code);
+int epcy_cuda_num_devices(int *count);
+int epcy_cuda_set_device(int device, int *previous);
+int epcy_cuda_mapped(int64_t bytes, void **host, void **device);
+void epcy_cuda_unmap(void *host);
+int epcy_cuda_zero(void *device, int64_t bytes); /* and wait */
+int epcy_cuda_fetch(void *host, const void *device, int64_t bytes); /* on a stream of its own; waits for nothing else */
+int epcy_cuda_put(void *device, const void *host, int64_t bytes);    /* likewise */
+int epcy_cuda_stage(void *to, const void *from, int64_t rows, int64_t row_bytes, int64_t stride_bytes, void *stream);
+int epcy_cuda_stream(void **stream);
+void epcy_cuda_stream_free(void *stream);
+int epcy_cuda_is_capturing(void *stream, int *yes);
+int epcy_cuda_event(void **event);
+void epcy_cuda_event_free(void *event);
+int epcy_cuda_event_record(void *event, void *stream);
+int epcy_cuda_event_wait(void *event, void *stream);
+int epcy_cuda_event_query(void *event, int *done);
+
+int epcy_nvshmem_unique_id(void *id);
+int epcy_nvshmem_init(int rank, int num_ranks, const void *id);
+int epcy_nvshmem_init_status(void);
+void epcy_nvshmem_version(int *major, int *minor, int *patch);
+void *epcy_nvshmem_align(int64_t bytes);
+void epcy_nvshmem_free(void *p);
+void *epcy_nvshmem_ptr(const void *p, int pe);
+void epcy_nvshmem_finalize(void);
+
+/* Look until every word of a dispatch (or with num_experts 0 of another call: verdict[rank] alone) has come, at most slice_ns. */
+int epcy_cuda_poll(const epcy_report *report, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, int64_t slice_ns, int *done);
+
+/* Prepare kernels on the current device: raise their shared-memory limit, load their code. */
+int epcy_cuda_load(void);
+int epcy_cuda_launch_dispatch(const epcy_cuda_dispatch *call, void *stream);
+int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_sms, void *stream);
+/* A call that moves nothing: header (refused, barrier or free), text or NULL. */
+int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream);
+int epcy_cuda_launch_reset(const epcy_peers *peers, uint32_t round, void *stream);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
+#endif

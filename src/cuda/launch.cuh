@@ -1,0 +1,36 @@
+// Launching kernels whose blocks wait for each other.
+#pragma once
+#include <cuda_runtime.h>
+
+constexpr int kSharedBytes = 224 * 1024;  // of the 227 KB that a block of sm_90 may have
+
+// Once a kernel and device: raise the limit, and load the code.
+template <typename Kernel> int allow_shared(Kernel kernel) {
+  int device = 0, most = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  cudaFuncAttributes attributes;
+  if (e == cudaSuccess) e = cudaFuncGetAttributes(&attributes, kernel);
+  most -= (int)attributes.sharedSizeBytes;
+  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most < kSharedBytes ? most : kSharedBytes);
+  return e;
+}
+
+// Whether the current device has bulk copies, and so needs their shared memory.
+inline bool has_bulk_copies() {
+  int device = 0, major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return major >= 9;
+}
+
+// All blocks are resident at once, or the launch fails: they may wait for each other.
+template <typename... Args, typename... Given>
+int launch_together(void (*kernel)(Args...), int grid, int block, size_t shared, void *stream, Given... given) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid), config.blockDim = dim3(block), config.dynamicSmemBytes = shared, config.stream = (cudaStream_t)stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeCooperative, attribute.val.cooperative = 1;
+  config.attrs = &attribute, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, Args(given)...);
+}

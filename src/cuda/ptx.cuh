@@ -1,0 +1,77 @@
+// Small wrappers of PTX instructions. Each says which threads take part and what is ordered.
+#pragma once
+#include <cstdint>
+
+#define EPCY_DEVICE __device__ __forceinline__
+
+// ---- words that ranks exchange: one thread; relaxed unless named otherwise; 8-byte aligned
+EPCY_DEVICE uint64_t load_word(const uint64_t *p) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+EPCY_DEVICE uint64_t load_word_acquire(const uint64_t *p) {
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+EPCY_DEVICE void store_word(uint64_t *p, uint64_t v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+// Everything this thread wrote, or has seen written, before is visible to who acquires the word.
+EPCY_DEVICE void store_word_release(uint64_t *p, uint64_t v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+EPCY_DEVICE uint64_t global_time_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+EPCY_DEVICE uint32_t load_local(const uint32_t *p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define EPCY_HAS_BULK 1
+#endif
+
+#ifdef EPCY_HAS_BULK
+// ---- bulk copies between shared and global memory (TMA): one thread; addresses and sizes multiples of 16
+EPCY_DEVICE uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+EPCY_DEVICE void barrier_init(uint64_t *bar, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
+}
+EPCY_DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+EPCY_DEVICE void barrier_expect(uint64_t *bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+EPCY_DEVICE void barrier_arrive(uint64_t *bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+EPCY_DEVICE bool barrier_try(uint64_t *bar, uint32_t parity) {
+  uint32_t ok;
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(ok) : "r"(shared_address(bar)), "r"(parity) : "memory");
+  return ok;
+}
+// Bulk loads always end (they touch only mapped memory), so this wait needs no limit.
+EPCY_DEVICE void barrier_wait(uint64_t *bar, uint32_t parity) {
+  while (!barrier_try(bar, parity)) {
+  }
+}
+EPCY_DEVICE void bulk_load(void *shared, const void *global, uint32_t bytes, uint64_t *bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bar)) : "memory");
+}
+EPCY_DEVICE void bulk_store(void *global, const void *shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
+               "r"(bytes) : "memory");
+}
+EPCY_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int N> EPCY_DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
+EPCY_DEVICE void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Orders this thread's generic accesses with its asynchronous ones, both ways.
+EPCY_DEVICE void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+#endif

@@ -1,0 +1,71 @@
+// Calls that move nothing: a barrier, a rank that refuses its arguments, and reset.
+#include "launch.cuh"
+#include "step.cuh"
+
+namespace {
+
+struct Text {
+  char bytes[EPCY_CUDA_TEXT_BYTES];
+};
+
+// A rank that refuses takes part all the same: its epoch steps, and its header frees everybody who waits.
+__global__ void __launch_bounds__(256, 1) step_alone(const __grid_constant__ epcy_peers peers, uint32_t header, const __grid_constant__ Text text) {
+  __shared__ int verdict;
+  const Step s(peers);
+  if (s.broken()) return s.report_broken();
+  if (threadIdx.x == 0) verdict = EPCY_VERDICT_OK;
+  if (header & EPCY_HEADER_REFUSED)
+    for (int i = threadIdx.x; i < s.num_ranks * EPCY_CUDA_TEXT_BYTES; i += blockDim.x)
+      s.text(i / EPCY_CUDA_TEXT_BYTES, s.me)[i % EPCY_CUDA_TEXT_BYTES] = text.bytes[i % EPCY_CUDA_TEXT_BYTES];
+  __threadfence_system();
+  __syncthreads();
+  s.announce(header, 0, 0);
+  s.gather(header, &verdict);
+  s.finish();
+  if (threadIdx.x == 0 && (s.p.ticket || !(header & EPCY_HEADER_REFUSED))) s.report(s.me, verdict);
+}
+
+// Two rounds: everybody has left his calls; everybody has the new epoch. Nothing else of this Buffer runs meanwhile.
+__global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_peers p, uint32_t round) {
+  const int R = (int)p.shape.num_ranks, r = threadIdx.x;
+  epcy_local *local = (epcy_local *)(p.base[p.rank] + p.control.local);
+  uint32_t most = local->epoch;
+  bool ok = true;
+  for (int half = 0; half < 2 && ok; half++) {
+    uint64_t seen = 0;
+    if (r < R) {
+      store_word_release((uint64_t *)(p.base[r] + p.control.resets) + half * R + p.rank, (uint64_t)round << 32 | local->epoch);
+      const uint64_t start = global_time_ns();
+      const uint64_t *at = (const uint64_t *)(p.base[p.rank] + p.control.resets) + half * R + r;
+      while ((uint32_t)((seen = load_word_acquire(at)) >> 32) != round && ok) ok = global_time_ns() - start < (uint64_t)p.timeout_ns;
+      if (!ok) {
+        p.report->phase = EPCY_CUDA_RESET, p.report->peer = r, p.report->epoch = local->epoch;
+        p.report->expected = (uint64_t)round << 32, p.report->seen = seen;
+      }
+    }
+    ok = __all_sync(~0u, ok);
+    if (half == 0 && ok) {
+      most = __reduce_max_sync(~0u, r < R ? (uint32_t)seen : 0u);
+      __syncwarp();
+      if (r == 0) local->epoch = most + 2, local->blocks_done = 0, local->broken = 0;
+      __threadfence();
+      __syncwarp();
+    }
+  }
+  __threadfence_system();
+  if (r == 0) *(volatile uint64_t *)&p.report->verdict[p.rank] = (uint64_t)p.ticket << 32 | (ok ? EPCY_VERDICT_OK : EPCY_VERDICT_BROKEN);
+}
+
+}  // namespace
+
+extern "C" int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream) {
+  Text given = {};
+  for (int i = 0; text && text[i] && i < EPCY_CUDA_TEXT_BYTES - 1; i++) given.bytes[i] = text[i];
+  step_alone<<<1, 256, 0, (cudaStream_t)stream>>>(*peers, header, given);
+  return cudaGetLastError();
+}
+
+extern "C" int epcy_cuda_launch_reset(const epcy_peers *peers, uint32_t round, void *stream) {
+  reset_all<<<1, 32, 0, (cudaStream_t)stream>>>(*peers, round);
+  return cudaGetLastError();
+}

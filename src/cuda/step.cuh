@@ -1,0 +1,141 @@
+// A call as every kernel sees it: its epoch, the headers of all ranks, bounded waits, and the end.
+#pragma once
+#include "epcy/cuda.h"
+#include "ptx.cuh"
+
+struct Step {
+  const epcy_peers &p;
+  uint32_t epoch;
+  int me, num_ranks;
+
+  // All threads. `broken` Buffers do nothing until reset.
+  EPCY_DEVICE explicit Step(const epcy_peers &peers) : p(peers), me(peers.rank), num_ranks((int)peers.shape.num_ranks) {
+    epoch = load_local(&local()->epoch) + 1;
+    if (epoch == 0) epoch = 1;
+  }
+  EPCY_DEVICE epcy_local *local() const { return (epcy_local *)(p.base[me] + p.control.local); }
+  EPCY_DEVICE bool broken() const { return load_local(&local()->broken) != 0; }
+  EPCY_DEVICE int set() const { return epoch & 1; }
+
+  EPCY_DEVICE uint64_t *header(int on, int from) const {
+    return (uint64_t *)(p.base[on] + p.control.headers) + ((int64_t)set() * num_ranks + from) * EPCY_NUM_HEADERS;
+  }
+  EPCY_DEVICE uint64_t *done(int on, int from) const {
+    return (uint64_t *)(p.base[on] + p.control.done) + set() * num_ranks + from;
+  }
+  EPCY_DEVICE uint64_t *counts(int on, int from, int chunk) const {  // [R] by destination
+    return (uint64_t *)(p.base[on] + p.control.counts) + (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * num_ranks;
+  }
+  EPCY_DEVICE uint64_t *experts(int on, int from, int chunk) const {  // [L]
+    const int64_t L = epcy_num_local_experts(&p.shape);
+    return (uint64_t *)(p.base[on] + p.control.experts) + (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * L;
+  }
+  EPCY_DEVICE uint64_t *starts(int on, int chunk) const {  // [E]
+    return (uint64_t *)(p.base[on] + p.control.starts) + ((int64_t)set() * EPCY_NUM_CHUNKS + chunk) * p.shape.num_experts;
+  }
+  EPCY_DEVICE int64_t *bad(int on, int from, int chunk) const {  // token, lane, value
+    return (int64_t *)(p.base[on] + p.control.bad) + (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * 4;
+  }
+  EPCY_DEVICE char *text(int on, int from) const {
+    return p.base[on] + p.control.text + ((int64_t)set() * num_ranks + from) * EPCY_CUDA_TEXT_BYTES;
+  }
+  EPCY_DEVICE uint64_t word(uint32_t value) const { return (uint64_t)epoch << 32 | value; }
+
+  // One thread: wait until a word is of this call, and return its value; false in *ok if that took too long, or if
+  // another wait of this Buffer has expired.
+  EPCY_DEVICE uint32_t wait(const uint64_t *at, int phase, int peer, bool *ok) const {
+    uint64_t v = load_word_acquire(at), start = 0;
+    for (int turn = 1; (uint32_t)(v >> 32) != epoch; turn++) {
+      if ((turn & 255) == 0) {
+        const uint64_t now = global_time_ns();
+        if (!start) start = now;
+        if (broken()) return *ok = false, 0;
+        if (now - start > (uint64_t)p.timeout_ns) {
+          expire(phase, peer, v);
+          return *ok = false, 0;
+        }
+      }
+      v = load_word_acquire(at);
+    }
+    return (uint32_t)v;
+  }
+  EPCY_DEVICE void expire(int phase, int peer, uint64_t seen) const {
+    if (atomicCAS(&local()->broken, 0u, 1u) != 0) return;
+    epcy_report *r = p.report;
+    r->phase = phase, r->peer = peer, r->epoch = epoch, r->expected = word(0), r->seen = seen;
+    __threadfence_system();
+    *(volatile uint32_t *)&r->expired = 1;
+  }
+
+  // The first num_ranks threads of one block: say what this rank does.
+  EPCY_DEVICE void announce(uint32_t header_word, uint32_t second, uint32_t third) const {
+    if ((int)threadIdx.x < num_ranks) {
+      uint64_t *h = header(threadIdx.x, me);
+      store_word(h + 1, word(second));
+      store_word(h + 2, word(third));
+      store_word_release(h, word(header_word));
+    }
+  }
+
+  // All threads of a block: wait for every rank's header; ends with a block barrier. `verdict` is shared and starts OK.
+  // A rank that is seen here lets its peers write where its header says.
+  EPCY_DEVICE void gather(uint32_t mine, int *verdict) const {
+    if ((int)threadIdx.x < num_ranks) {
+      bool ok = true;
+      const uint32_t theirs = wait(header(me, threadIdx.x), EPCY_CUDA_HEADERS, threadIdx.x, &ok);
+      if (!ok) atomicMax(verdict, (int)EPCY_VERDICT_BROKEN);
+      else if (theirs & EPCY_HEADER_REFUSED) atomicMax(verdict, (int)EPCY_VERDICT_REFUSED);
+      else if ((theirs ^ mine) & EPCY_HEADER_COMPARED) atomicMax(verdict, (int)EPCY_VERDICT_MISMATCH);
+    }
+    __syncthreads();
+  }
+  EPCY_DEVICE uint32_t header_value(int rank, int word_of) const { return (uint32_t)load_word(header(me, rank) + word_of); }
+
+  // One thread: a value for the host that waits with this call's ticket.
+  EPCY_DEVICE void tell(uint64_t *at, uint32_t value) const { *(volatile uint64_t *)at = (uint64_t)p.ticket << 32 | value; }
+
+  // One thread: tell the host how the part of this call that concerns destination `rank` came out.
+  EPCY_DEVICE void report(int rank, int verdict) const {
+    epcy_report *r = p.report;
+    __threadfence_system();
+    if (p.ticket) return tell(&r->verdict[rank], verdict);
+    if (verdict == EPCY_VERDICT_OK) return;
+    for (int q = 0; verdict == EPCY_VERDICT_REFUSED && q < num_ranks; q++)
+      if (header_value(q, 0) & EPCY_HEADER_REFUSED) {
+        for (int i = 0; i < EPCY_CUDA_TEXT_BYTES; i++) r->late_text[i] = text(me, q)[i];
+        r->late_rank = q;
+        break;
+      }
+    __threadfence_system();
+    *(volatile uint32_t *)&r->late_verdict = verdict;
+  }
+  // All threads of a block of a Buffer that is broken.
+  EPCY_DEVICE void report_broken() const {
+    if (blockIdx.x == 0 && (int)threadIdx.x < num_ranks) report(threadIdx.x, EPCY_VERDICT_BROKEN);
+  }
+
+  // All threads of every block, at the end: the last block tells all ranks that this rank has finished, waits for
+  // theirs, and takes the epoch's step. Bulk stores must be complete and fenced in their issuing threads.
+  EPCY_DEVICE void finish() const {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence_system();
+      last = atomicAdd(&local()->blocks_done, 1u) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    if ((int)threadIdx.x < num_ranks) {
+      __threadfence_system();
+      store_word_release(done(threadIdx.x, me), word(0));
+      bool ok = true;
+      wait(done(me, threadIdx.x), EPCY_CUDA_COMPLETION, threadIdx.x, &ok);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      local()->blocks_done = 0;
+      local()->epoch = epoch;
+      __threadfence();
+    }
+  }
+};
