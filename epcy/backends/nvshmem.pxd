@@ -46,7 +46,7 @@ cdef class NvshmemBackend(Backend):
     cdef uintptr_t own_stream
     cdef CudaEvent last                 # the end of the last eager call
     cdef uintptr_t last_stream
-    cdef uint32_t num_tickets, num_resets, num_dispatches
+    cdef uint32_t num_tickets, num_resets, num_calls
     cdef int dispatch_peer_blocks, dispatch_own_blocks, combine_blocks
     cdef list alive                     # events whose work may still need its arrays, oldest first
     cdef list captured                  # arrays that graphs may use

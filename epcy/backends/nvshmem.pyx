@@ -191,6 +191,7 @@ cdef class NvshmemBackend(Backend):
         cdef CudaEvent fork
         if self.mapped.report.expired:
             raise self.late_error()
+        self.num_calls += 1
         check(epcy_cuda_is_capturing(<void *>stream, &yes), "cudaStreamIsCapturing")
         capturing[0] = yes
         if call.async_finish or call.previous_event is not None:
@@ -220,10 +221,10 @@ cdef class NvshmemBackend(Backend):
         self.alive.append(event)
         return event
 
-    cdef uint32_t header(self, int op, Array x, Handle handle, bint weights) except? 0:
-        """The first header word of a call, without the bits of one operation alone."""
+    cdef uint32_t header(self, int op, Array x, Handle handle, bint weights, bint routed) except? 0:
+        """The first header word of a call; `routed`: by an earlier handle, which must be the same one on all ranks."""
         return (<uint32_t>op | <uint32_t>x.kind << 3 | (handle.layout == "expert") << 6 | weights << 8
-                | (<uint32_t>handle.expert_alignment & 1023) << 9 | (<uint32_t>handle.epoch & 511) << 19)
+                | (<uint32_t>handle.expert_alignment & 1023) << 9 | ((<uint32_t>handle.epoch & 511) << 19 if routed else 0))
 
     # ---- dispatch -------------------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ cdef class NvshmemBackend(Backend):
         cdef char *p
         h.buffer_token, h.layout, h.num_tokens = self.token, call.layout, T
         h.expert_alignment, h.num_worst_tokens = call.expert_alignment, call.num_worst_tokens
-        h.epoch, h.backend = self.num_dispatches, self
+        h.epoch, h.backend = self.num_calls, self
         lanes = T * self.shape.num_topk
         h.memory = self.pool.malloc(8 + 8 * L + 8 * lanes + 4 * (2 * R * T + 2 * R * C))
         p = <char *><uintptr_t>h.memory.ptr
@@ -252,6 +253,7 @@ cdef class NvshmemBackend(Backend):
     def dispatch(self, DispatchCall call):
         cdef epcy_cuda_dispatch d
         cdef CudaHandle handle
+        cdef Dispatch r
         cdef bint capturing = False, uncached = call.handle is None, waits
         cdef uintptr_t stream
         cdef int area, previous = 0, i
@@ -266,7 +268,6 @@ cdef class NvshmemBackend(Backend):
                 raise StateError(f"num_worst_tokens: a dispatch inside a graph capture cannot wait for its count (rank "
                                  f"{self.rank}); give num_worst_tokens, or handle=")
             if uncached:
-                self.num_dispatches += 1
                 handle = self.make_handle(call, stream)
             else:
                 handle = call.handle
@@ -287,7 +288,7 @@ cdef class NvshmemBackend(Backend):
                 d.lane_ids, d.is_int64, d.cached = handle.lane_ids, 1, 1
             d.limit = <int32_t>min(handle.num_worst_tokens or self.shape.num_rows, 2**31 - 1)
             d.fill_to = <int32_t>handle.num_worst_tokens
-            d.header = <int32_t>(self.header(OP_DISPATCH, call.x, handle, call.topk_weights is not None)
+            d.header = <int32_t>(self.header(OP_DISPATCH, call.x, handle, call.topk_weights is not None, not uncached)
                                  | <uint32_t>(not uncached) << 7 | <uint32_t>area << 30 | (EPCY_HEADER_WAITS if waits else 0))
             d.num_peer_blocks, d.num_own_blocks = self.dispatch_peer_blocks, self.dispatch_own_blocks
             if waits:
@@ -317,11 +318,12 @@ cdef class NvshmemBackend(Backend):
     def combine(self, CombineCall call):
         cdef epcy_cuda_combine c
         cdef CudaHandle handle = call.handle
+        cdef Combine r
         cdef bint capturing = False
         cdef uintptr_t stream
         cdef int previous = 0
         cdef int64_t row_bytes = call.x.shape[1] * call.x.item_bytes(), stride
-        cdef char *area
+        cdef char *area = NULL
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             stream = self.begin(call, &capturing)
@@ -346,7 +348,7 @@ cdef class NvshmemBackend(Backend):
                 c.bias[1] = call.bias1.data
             if call.out_weights is not None:
                 c.out_weights, c.lane_ids = <float *>call.out_weights.data, handle.lane_ids
-            c.header = <int32_t>self.header(OP_COMBINE, call.x, handle, call.topk_weights is not None)
+            c.header = <int32_t>self.header(OP_COMBINE, call.x, handle, call.topk_weights is not None, True)
             check(epcy_cuda_launch_combine(&c, self.combine_blocks, <void *>stream), "launching combine")
             if call.consumed >= 0:
                 self.taken[call.consumed] = False
@@ -375,8 +377,11 @@ cdef class NvshmemBackend(Backend):
         """Launch a call that moves nothing, behind all others, on the Buffer's own stream."""
         cdef epcy_peers peers = self.peers
         cdef int previous = 0
-        cdef const char *c_text = NULL if text is None else <const char *>text
+        cdef const char *c_text = NULL
         cdef CudaEvent event = CudaEvent.__new__(CudaEvent)
+        self.num_calls += 1
+        if text is not None:
+            c_text = text
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             if self.last is not None and self.last_stream != self.own_stream:
@@ -595,7 +600,7 @@ def mismatch(op, headers):
     fields = (("operation", 0, 7, lambda v: f"in {OPERATIONS[v]}"), ("x.dtype", 3, 7, lambda v: PAYLOADS[v]),
               ("layout", 6, 1, lambda v: LAYOUTS[v]), ("handle", 7, 1, lambda v: ("not given", "given")[v]),
               ("topk_weights", 8, 1, lambda v: ("not given", "given")[v]), ("expert_alignment", 9, 1023, str),
-              ("handle", 19, 511, lambda v: f"that of dispatch {v}"))
+              ("handle", 19, 511, lambda v: f"that of call {v}"))
     for name, shift, mask, show in fields:
         values = [h >> shift & mask for h in headers]
         if any(value != values[0] for value in values):

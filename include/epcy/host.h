@@ -13,7 +13,14 @@ enum epcy_op { EPCY_OP_NONE, EPCY_OP_DISPATCH, EPCY_OP_COMBINE, EPCY_OP_BARRIER,
 enum epcy_phase { EPCY_PHASE_IDLE, EPCY_PHASE_ARRIVAL, EPCY_PHASE_DATA, EPCY_PHASE_COMPLETION };
 enum epcy_dtype { EPCY_BF16, EPCY_FP16, EPCY_FP32, EPCY_FP8, EPCY_NUM_DTYPES };
 enum epcy_layout { EPCY_LAYOUT_RANK, EPCY_LAYOUT_EXPERT };
-enum epcy_word { EPCY_WORD_ARRIVED, EPCY_WORD_DONE, EPCY_WORD_BROKEN, EPCY_WORD_RESET, EPCY_WORD_EPOCH, EPCY_NUM_WORDS };
+enum epcy_word {
+  EPCY_WORD_ARRIVED,
+  EPCY_WORD_DONE,
+  EPCY_WORD_BROKEN,
+  EPCY_WORD_RESET,
+  EPCY_WORD_EPOCH,
+  EPCY_NUM_WORDS
+};
 enum epcy_wait { EPCY_WAIT_DONE, EPCY_WAIT_PENDING, EPCY_WAIT_BROKEN };
 
 /* Where a rank is, for other ranks' error texts and for `python -m epcy top`. */
@@ -22,7 +29,7 @@ typedef struct epcy_status {
   int32_t version, pid, rank, size;
   int32_t op, phase;
   uint64_t epoch;
-  int64_t since_ns; /* CLOCK_MONOTONIC */
+  int64_t since_ns;     /* CLOCK_MONOTONIC */
   int64_t num_calls[5]; /* by operation */
 } epcy_status;
 #define EPCY_STATUS_MAGIC 0x7375746174737965ull
@@ -35,10 +42,10 @@ typedef struct epcy_record {
   int32_t waits;   /* its host waits for the counts, so an overflow is refused and not clipped */
   int32_t unused;
   int64_t alignment;
-  uint64_t routing;    /* epoch of the dispatch that made the handle: equal on all ranks too */
-  int64_t num_tokens;  /* T */
-  int64_t limit;       /* rows it can take */
-  int64_t area_offset; /* dispatch: the receive area it gives; combine: where y lies */
+  uint64_t routing;       /* epoch of the dispatch that made the handle: equal on all ranks too */
+  int64_t num_tokens;     /* T */
+  int64_t limit;          /* rows it can take */
+  int64_t area_offset;    /* dispatch: the receive area it gives; combine: where y lies */
   int64_t weights_offset; /* combine: where its (N, K) weights lie */
   char text[EPCY_TEXT_BYTES];
   /* followed by int64_t counts[R], expert_counts[E] */
@@ -59,10 +66,10 @@ typedef struct epcy_host {
   epcy_area area;
   epcy_heap heap;
   int64_t rank;
-  char **base; /* base[r]: rank r's allocation as mapped here */
+  char **base;    /* base[r]: rank r's allocation as mapped here */
   uint64_t epoch; /* of the last call this rank entered */
   double spin_us;
-  epcy_status *page; /* the status file, or NULL */
+  epcy_status *page;      /* the status file, or NULL */
   int64_t *scratch;       /* R + E numbers for the call in progress */
   struct epcy_pool *pool; /* NULL: one thread */
 } epcy_host;
@@ -75,8 +82,8 @@ typedef struct epcy_host_dispatch {
   int64_t num_scales;
   const float *topk_weights; /* NULL, or (T, K) */
   int64_t num_tokens;
-  epcy_route *routes; /* (T, K), owned by the handle */
-  int64_t num_rows;   /* out: rows of this rank, unclipped */
+  epcy_route *routes;      /* (T, K), owned by the handle */
+  int64_t num_rows;        /* out: rows of this rank, unclipped */
   int64_t *expert_counts;  /* out: (L,) of this rank, unpadded */
   int64_t *expert_offsets; /* out: (L + 1,) starts of the padded groups */
   int64_t fill_to;         /* rows up to here that get topk_idx -1 (worst case) */

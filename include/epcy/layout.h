@@ -18,9 +18,9 @@
 #endif
 
 #define EPCY_PAGE_BYTES 4096
-#define EPCY_LINE_BYTES 128 /* two cache lines: what the adjacent-line prefetcher of x86 fetches together */
+#define EPCY_LINE_BYTES 128  /* two cache lines: what the adjacent-line prefetcher of x86 fetches together */
 #define EPCY_SCALE_GROUP 128 /* elements that share one FP8 scale */
-#define EPCY_NUM_AREAS 2 /* of each kind, in turn */
+#define EPCY_NUM_AREAS 2     /* of each kind, in turn */
 
 /* What the ranks agree on when a Buffer is made. */
 typedef struct epcy_shape {

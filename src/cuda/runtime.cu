@@ -121,8 +121,10 @@ int epcy_nvshmem_unique_id(void *out) {
   return status;
 }
 
-// The id must stay alive until init returns: it is copied here.
+// The id must stay alive until init returns: it is copied here. Without a CUDA context NVSHMEM would start only by half.
 int epcy_nvshmem_init(int rank, int num_ranks, const void *given) {
+  const cudaError_t no_context = cudaFree(nullptr);
+  if (no_context != cudaSuccess) return no_context;
   nvshmemx_uniqueid_t id;
   memcpy(&id, given, sizeof id);
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;

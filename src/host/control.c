@@ -17,7 +17,11 @@
 #include "epcy/host.h"
 #include "pool.h"
 
-enum { STATUS_BYTES = EPCY_LINE_BYTES, WORDS_AT = STATUS_BYTES, RECORDS_AT = WORDS_AT + EPCY_NUM_WORDS * EPCY_LINE_BYTES };
+enum {
+  STATUS_BYTES = EPCY_LINE_BYTES,
+  WORDS_AT = STATUS_BYTES,
+  RECORDS_AT = WORDS_AT + EPCY_NUM_WORDS * EPCY_LINE_BYTES
+};
 _Static_assert(sizeof(epcy_status) <= STATUS_BYTES, "the status fits in its line");
 
 static int64_t record_bytes(const epcy_shape *s) {

@@ -128,7 +128,8 @@ static void send_token(const send_context *c, int64_t t) {
   const char *row = call->x + t * call->x_stride_bytes;
   const float *weights = call->topk_weights ? call->topk_weights + t * num_topk : NULL;
   for (int64_t i = 0, next; i < num_topk && routes[i].rank >= 0; i = next) {
-    for (next = i + 1; c->layout == EPCY_LAYOUT_RANK && next < num_topk && routes[next].rank == routes[i].rank; next++) {
+    for (next = i + 1; c->layout == EPCY_LAYOUT_RANK && next < num_topk && routes[next].rank == routes[i].rank;
+         next++) {
     } /* routes [i, next) share a row */
     const int64_t at = routes[i].row;
     if (at < 0) continue;
@@ -188,7 +189,8 @@ static void fill_rows(const epcy_host *h, const epcy_host_dispatch *call, int la
 void epcy_host_send(epcy_host *h, const epcy_host_dispatch *call) {
   const int layout = epcy_host_record(h, h->rank, h->epoch)->layout;
   /* Rows for one's own rank and small calls stay in the cache for the reader; large ones would only push it out. */
-  const int64_t sent = call->num_tokens * call->row_bytes * (h->shape.num_topk < h->shape.num_ranks ? h->shape.num_topk : h->shape.num_ranks);
+  const int64_t sent = call->num_tokens * call->row_bytes *
+                       (h->shape.num_topk < h->shape.num_ranks ? h->shape.num_topk : h->shape.num_ranks);
   const send_context c = {h, call, epcy_simd_table(), layout, sent >= (1 << 20)};
   epcy_pool_run(h->pool, send_tokens, &c, call->num_tokens, 16);
   fill_rows(h, call, layout);

@@ -35,9 +35,7 @@ ALWAYS vh load_half(const char *p, int count) {
 }
 ALWAYS void store_half(char *p, vh h, int count) { memcpy(p, &h, count == V ? sizeof h : (size_t)count * 2); }
 
-ALWAYS vf load_bf16(const char *p, int count) {
-  return (vf)(__builtin_convertvector(load_half(p, count), vu) << 16);
-}
+ALWAYS vf load_bf16(const char *p, int count) { return (vf)(__builtin_convertvector(load_half(p, count), vu) << 16); }
 ALWAYS void store_bf16(char *p, vf x, int count) {
   const vu u = bits(x), rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
   store_half(p, __builtin_convertvector(pick(is_nan(x), (vu){0} + 0x7FC0u, rounded), vh), count);
@@ -45,7 +43,9 @@ ALWAYS void store_bf16(char *p, vf x, int count) {
 
 #if defined(__F16C__) && defined(__AVX512F__)
 ALWAYS vf load_fp16(const char *p, int count) { return (vf)_mm512_cvtph_ps((__m256i)load_half(p, count)); }
-ALWAYS vu half_of(vf x) { return __builtin_convertvector((vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT), vu); }
+ALWAYS vu half_of(vf x) {
+  return __builtin_convertvector((vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT), vu);
+}
 #elif defined(__F16C__)
 ALWAYS vf load_fp16(const char *p, int count) {
   const vh h = load_half(p, count);
@@ -110,23 +110,23 @@ ALWAYS vf from_e4m3(vu b) {
 }
 
 /* One block of V elements of a token's sum. */
-#define EPCY_DEFINE_SUM(NAME, ITEM)                                                                     \
-  ALWAYS void block_##NAME(char *out, const epcy_sum *s, int64_t at, int count) {                       \
-    vf acc = {0};                                                                                       \
-    for (int i = 0; i < s->num_plain; i++) acc += load_##NAME(s->plain[i] + at, count);                 \
-    for (int g = 0, i = 0; g < s->num_groups; g++) {                                                    \
-      vf part = {0};                                                                                    \
+#define EPCY_DEFINE_SUM(NAME, ITEM)                                                                         \
+  ALWAYS void block_##NAME(char *out, const epcy_sum *s, int64_t at, int count) {                           \
+    vf acc = {0};                                                                                           \
+    for (int i = 0; i < s->num_plain; i++) acc += load_##NAME(s->plain[i] + at, count);                     \
+    for (int g = 0, i = 0; g < s->num_groups; g++) {                                                        \
+      vf part = {0};                                                                                        \
       for (; i < s->group_end[g]; i++) part += splat(s->weights[i]) * load_##NAME(s->lanes[i] + at, count); \
-      char rounded[V * ITEM];                                                                           \
-      store_##NAME(rounded, part, V);                                                                   \
-      acc += load_##NAME(rounded, V);                                                                   \
-    }                                                                                                   \
-    store_##NAME(out + at, acc, count);                                                                 \
-  }                                                                                                     \
-  static void sum_##NAME(char *out, const epcy_sum *s, int64_t hidden) {                                \
-    int64_t j = 0;                                                                                      \
-    for (; j + V <= hidden; j += V) block_##NAME(out, s, j *ITEM, V);                                   \
-    if (j < hidden) block_##NAME(out, s, j *ITEM, (int)(hidden - j));                                   \
+      char rounded[V * ITEM];                                                                               \
+      store_##NAME(rounded, part, V);                                                                       \
+      acc += load_##NAME(rounded, V);                                                                       \
+    }                                                                                                       \
+    store_##NAME(out + at, acc, count);                                                                     \
+  }                                                                                                         \
+  static void sum_##NAME(char *out, const epcy_sum *s, int64_t hidden) {                                    \
+    int64_t j = 0;                                                                                          \
+    for (; j + V <= hidden; j += V) block_##NAME(out, s, j * ITEM, V);                                      \
+    if (j < hidden) block_##NAME(out, s, j * ITEM, (int)(hidden - j));                                      \
   }
 EPCY_DEFINE_SUM(bf16, 2)
 EPCY_DEFINE_SUM(fp16, 2)
