@@ -35,8 +35,7 @@ class EpcyError(Exception):
 
 
 def _rebuild(cls: type[EpcyError], message: str, attributes: dict[str, Any]) -> EpcyError:
-    error = cls.__new__(cls, message)
-    Exception.__init__(error, message)
+    error = cls(message)
     error.__dict__.update(attributes)
     return error
 

@@ -47,7 +47,7 @@ def cast_to_fp8(
     """
     rows = rows_of(x, "x")
     num_rows, hidden = rows.owner.shape
-    if rows.kind > 2:
+    if not 0 <= rows.kind <= 2:
         raise ArgumentError(f"x: expected bfloat16, float16 or float32, got {rows.owner.dtype}")
     step = 4 * GROUP if use_ue8m0 else GROUP
     if hidden % step:

@@ -307,6 +307,9 @@ cdef class HostBackend(Backend):
         gone = [r for r in range(self.h.shape.num_ranks)
                 if r != self.h.rank and epcy_host_word(&self.h, r, EPCY_WORD_BROKEN)]
         culprits = [r for r in self.missing(word, value) if word == EPCY_WORD_RESET or r not in gone] or gone
+        dead = [r for r in culprits if self.identities[r].is_dead()]
+        if dead:        # somebody else found out first
+            self.mourn(op, word, dead)
         seen = [epcy_host_word(&self.h, r, word) for r in culprits[:16]]
         if word != EPCY_WORD_RESET:
             self.break_off()
