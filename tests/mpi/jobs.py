@@ -1,0 +1,159 @@
+"""Whole programs that test_jobs.py starts in jobs of their own: `python jobs.py NAME`."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+
+def guard():
+    """Run this program again as a child, and hide a kill of it from the launcher, which would kill the others too."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's launcher tells of an abnormal end by it
+    start = time.monotonic()
+    code = subprocess.call(
+        [sys.executable, *sys.argv], env={**os.environ, "EPCY_JOB": "child"}, close_fds=False
+    )
+    sys.stdout.write(f"ended with {code} after {time.monotonic() - start:.1f} s\n")
+    sys.stdout.flush()
+    time.sleep(8 if code < 0 else 0)
+    sys.exit(abs(code))
+
+
+if sys.argv[1] == "killed" and "EPCY_JOB" not in os.environ:
+    guard()
+
+import mpi4py
+import numpy as np
+
+if "not_initialized" in sys.argv:
+    mpi4py.rc.initialize = False
+from mpi4py import MPI
+
+import epcy
+
+COMM = MPI.COMM_WORLD
+SIZES = {"num_max_tokens_per_rank": 8, "hidden": 64, "num_topk": 1, "backend": "host"}
+
+
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def buffer(**options):
+    return epcy.Buffer(COMM, **{**SIZES, "num_experts": COMM.size, **options})
+
+
+def dispatch(buf):
+    return buf.dispatch(np.full((4, 64), buf.rank, np.float16), np.zeros((4, 1), np.int64))
+
+
+def killed():
+    """The last rank is killed in mid-job; the others tell and leave."""
+    buf = buffer(timeout=5)
+    dispatch(buf)
+    if COMM.rank == COMM.size - 1:
+        say("victim", os.getpid())
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        dispatch(buf)
+    except epcy.PeerError as error:
+        say(
+            f"rank {COMM.rank}: {type(error).__name__} ranks={error.ranks} {time.monotonic() - start:.2f} s: {error}"
+        )
+    say("state:", bool(buf))
+    buf.free()
+    say(f"rank {COMM.rank} left")
+
+
+def interrupted():
+    """Ctrl-C on rank 0 while it waits."""
+    buf = buffer(timeout=30)
+    dispatch(buf)
+    if COMM.rank == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+        try:
+            dispatch(buf)
+        except KeyboardInterrupt:
+            say(f"interrupted {time.monotonic() - start - 0.5:.2f}")
+    COMM.Barrier()
+    if COMM.rank:
+        try:
+            dispatch(buf)
+        except epcy.PeerTimeoutError as error:
+            say("told:", error)
+    buf.reset()
+    say("rows", len(dispatch(buf).recv_x))
+    buf.free()
+
+
+def never_freed():
+    say("made", bool(buffer()))
+    buf = buffer()
+    dispatch(buf)
+    globals()["kept"] = buf
+
+
+def finalized_first():
+    buf = buffer()
+    r = dispatch(buf)
+    assert len(r.recv_x) == (4 * COMM.size if COMM.rank == 0 else 0)
+    MPI.Finalize()
+    for call in (lambda: dispatch(buf), buf.barrier, buf.check):
+        try:
+            call()
+        except epcy.StateError as error:
+            say("told:", error)
+    buf.free()
+    say("freed", bool(buf))
+
+
+def raises():
+    with buffer() as buf:
+        dispatch(buf)
+        if COMM.rank == 0:
+            raise RuntimeError("on purpose")
+        dispatch(buf)
+
+
+def not_initialized():
+    try:
+        epcy.Buffer(MPI.COMM_WORLD, **SIZES, num_experts=1)
+    except epcy.ArgumentError as error:
+        say("told:", error)
+
+
+def atexit_free():
+    import atexit
+
+    buf = buffer()
+    dispatch(buf)
+    atexit.register(lambda: say("freed", buf.free()))
+
+
+def resident():
+    """Resident memory after 100 rounds, over that after the imports, less the heap."""
+
+    def now():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    sizes = {"num_max_tokens_per_rank": 512, "hidden": 2048, "num_experts": 4 * COMM.size, "num_topk": 2}
+    before = now()
+    buf = epcy.Buffer(COMM, backend="host", **sizes)
+    x, idx = np.ones((512, 2048), np.float16), np.arange(1024).reshape(512, 2) % (4 * COMM.size)
+    for _ in range(100):
+        r = buf.dispatch(x, idx)
+        buf.combine(r.recv_x, r.handle)
+    heap = epcy.Buffer.size_hint(COMM.size, **sizes)["total"]
+    say("over", max(COMM.allgather(now() - before - heap * COMM.size)) >> 20)
+    buf.free()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

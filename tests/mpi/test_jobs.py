@@ -1,0 +1,94 @@
+"""Jobs of their own (jobs.py): a killed rank (C11), Ctrl-C (C15), and how a process may leave (C10). From one rank."""
+
+import re
+import time
+
+import pytest
+
+from parallel import ROOT, launch
+
+SCRIPT = "tests/mpi/jobs.py"
+
+
+@pytest.fixture(autouse=True)
+def one_rank(comm, backend):
+    if comm.size > 1:
+        pytest.skip("these start jobs of their own: run with one rank")
+    if backend != "host":
+        pytest.skip("the host backend's jobs")
+
+
+def run(name, num_ranks, *, mpi4py=False, **options):
+    start = time.monotonic()
+    args = [*(["-m", "mpi4py"] if mpi4py else []), SCRIPT, name]
+    done = launch(num_ranks, args, timeout=30, env={"PYTHONPATH": str(ROOT)}, **options)
+    return done, done.stdout + done.stderr, time.monotonic() - start
+
+
+def test_c11_killed_rank():
+    done, told, took = run("killed", 3, options=("-disable-auto-cleanup",))
+    assert took < 25, told
+    assert "ended with -9" in told
+    for rank in range(2):
+        line = next((one for one in done.stdout.splitlines() if one.startswith(f"rank {rank}: Peer")), told)
+        assert "ranks=(2,)" in line
+        for text in ("dispatch (call 2)", "rank 2 (pid", "arrival"):
+            assert text in line, line
+        assert float(re.search(r"([\d.]+) s: ", line)[1]) < 2, line  # found dead, not waited for
+        assert f"rank {rank} left" in told
+    assert told.count("state: False") == 2 and "state: True" not in told
+    ends = [
+        float(after)
+        for code, after in re.findall(r"ended with (-?\d+) after ([\d.]+) s", told)
+        if code != "-9"
+    ]
+    assert len(ends) == 2 and max(ends) < 8, told
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_c15_interrupt(num_ranks):
+    done, told, _ = run("interrupted", num_ranks)
+    assert done.returncode == 0, told
+    assert float(re.search(r"interrupted (-?[\d.]+)", told)[1]) < 1
+    assert told.count("told:") == num_ranks - 1 and "rank 0 gave up" in told
+    assert told.count("rows") == num_ranks and f"rows {4 * num_ranks}" in told
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_c10_never_freed(num_ranks):
+    done, told, took = run("never_freed", num_ranks)
+    assert done.returncode == 0 and took < 20, told
+    assert told.count("made True") == num_ranks and "Traceback" not in told
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_c10_mpi_finalized_first(num_ranks):
+    done, told, took = run("finalized_first", num_ranks)
+    assert done.returncode == 0 and took < 20, told
+    assert told.count("told:") == 3 * num_ranks and "MPI was finalized" in told
+    assert told.count("freed False") == num_ranks
+
+
+@pytest.mark.parametrize("culprits", [2, 3])
+def test_c10_exception_on_one_rank(culprits):
+    done, told, took = run("raises", culprits, mpi4py=True)
+    assert done.returncode not in (0, None) and took < 20, told
+    assert "on purpose" in told
+
+
+def test_c10_free_at_exit():
+    done, told, _ = run("atexit_free", 2)
+    assert done.returncode == 0 and told.count("freed None") == 2, told
+
+
+def test_before_mpi_is_initialized():
+    done, told, _ = run("not_initialized", 1)
+    assert done.returncode == 0, told
+    assert "told: comm: MPI is not running" in told
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_resident_memory(num_ranks):
+    done, told, _ = run("resident", num_ranks)
+    assert done.returncode == 0, told
+    assert int(re.search(r"over (-?\d+)", told)[1]) <= 40, told

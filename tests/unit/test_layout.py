@@ -1,0 +1,50 @@
+"""Where a heap's regions lie: sizes by size_hint against the arithmetic written out."""
+
+import pytest
+
+import epcy
+from epcy.errors import ArgumentError
+
+
+def up(value, multiple):
+    return -(-value // multiple) * multiple
+
+
+def rows_by_default(num_ranks, most, num_experts, num_topk):
+    local = num_experts // num_ranks
+    by_rank = num_ranks * most
+    by_expert = min(2 * most * num_topk, by_rank * min(num_topk, local)) + 128 * local
+    return max(1, by_rank, by_expert)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize(
+    "most, hidden, local, num_topk", [(0, 8, 1, 1), (16, 512, 4, 2), (4096, 7168, 32, 8)]
+)
+@pytest.mark.parametrize("dtype, itemsize", [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.parametrize("given_rows", [None, 77])
+def test_areas(num_ranks, most, hidden, local, num_topk, dtype, itemsize, given_rows):
+    sizes = {"num_max_tokens_per_rank": most, "hidden": hidden, "num_experts": local * num_ranks}
+    hint = epcy.Buffer.size_hint(
+        num_ranks, num_topk=num_topk, dtype=dtype, num_max_recv_tokens=given_rows, **sizes
+    )
+    rows = given_rows or rows_by_default(num_ranks, most, local * num_ranks, num_topk)
+    area = up(rows * hidden * itemsize, 128)
+    area = up(area + rows * -(-hidden // 128) * 4, 128)
+    area = up(area + rows * num_topk * 8, 128)
+    area = up(area + rows * num_topk * 4, 4096)
+    assert hint["receive"] == hint["combine"] == 2 * area
+    assert hint["control"] % 4096 == 0 and hint["control"] >= 2 * 8 * (num_ranks + local * num_ranks)
+    assert hint["total"] == hint["control"] + 4 * area
+
+
+def test_numbers_beyond_32_bits():
+    sizes = {"num_max_tokens_per_rank": 2**17, "hidden": 2**13, "num_experts": 1024, "num_topk": 8}
+    hint = epcy.Buffer.size_hint(64, **sizes)
+    assert hint["receive"] > 64 * 2**17 * 2**14 > 2**36
+
+
+def test_more_than_an_address_space():
+    sizes = {"num_max_tokens_per_rank": 2**31 - 1, "hidden": 2**20, "num_experts": 1024, "num_topk": 8}
+    with pytest.raises(ArgumentError, match="num_max_recv_tokens: .* rows of 2097152 bytes"):
+        epcy.Buffer.size_hint(1024, **sizes)
