@@ -88,7 +88,8 @@ cdef object from_dlpack(object obj, str name):
         raise ArgumentError(f"{name}: expected a DLPack capsule named 'dltensor', got {capsule!r}")
     cdef DLTensor *t = &(<DLManagedTensor *>PyCapsule_GetPointer(capsule, "dltensor")).tensor
     if t.device_type != DL_CPU and t.device_type != DL_CUDA_HOST:
-        raise ArgumentError(f"{name}: expected host memory on backend 'host', got a DLPack device of type {t.device_type}")
+        raise ArgumentError(f"{name}: expected host memory on backend 'host', got a DLPack device of type "
+                            f"{t.device_type}")
     dtype = _dlpack.get((t.code, t.bits))
     if dtype is None or t.lanes != 1:
         raise ArgumentError(f"{name}: unknown DLPack element (code {t.code}, {t.bits} bits, {t.lanes} lanes)")

@@ -39,8 +39,8 @@ def shape_of(dict options, int64_t num_ranks):
     s.num_max_tokens, s.hidden, s.row_bytes = options["num_max_tokens_per_rank"], hidden, row_bytes
     rows = options["num_max_recv_tokens"] or max(1, epcy_default_num_rows(&s))
     if rows * (row_bytes + 12 * s.num_topk) > 2**46:
-        raise ArgumentError(f"num_max_recv_tokens: {rows} rows of {row_bytes} bytes are more than an address space holds; "
-                            "give a smaller num_max_recv_tokens or num_max_tokens_per_rank")
+        raise ArgumentError(f"num_max_recv_tokens: {rows} rows of {row_bytes} bytes are more than an address space "
+                            "holds; give a smaller num_max_recv_tokens or num_max_tokens_per_rank")
     return {"num_ranks": num_ranks, "num_experts": experts, "num_topk": options["num_topk"], "hidden": hidden,
             "num_max_tokens": options["num_max_tokens_per_rank"], "row_bytes": row_bytes, "num_rows": rows}
 

@@ -23,8 +23,8 @@ cdef class Checker:
     def __init__(self, Backend backend, dict shape, dict options):
         self.backend, self.rank, self.xp, self.device = backend, backend.rank, backend.xp, backend.device
         self.num_topk, self.hidden, self.num_experts = shape["num_topk"], shape["hidden"], shape["num_experts"]
-        self.num_max_tokens, self.row_bytes, self.num_rows = shape["num_max_tokens"], shape["row_bytes"], shape["num_rows"]
-        self.dtype = options["dtype"]
+        self.num_max_tokens, self.num_rows = shape["num_max_tokens"], shape["num_rows"]
+        self.row_bytes, self.dtype = shape["row_bytes"], options["dtype"]
 
     cdef object wrong(self, str name, str expected, seen, str remedy=""):
         return ArgumentError(f"{name}: expected {expected}, got {seen} (rank {self.rank})"
@@ -78,7 +78,8 @@ cdef class Checker:
         for kind in range(KIND_FP32 + 1):
             if DTYPES[kind] == wanted and self.backend.dtype_fits(kind):
                 return kind
-        raise self.wrong("dtype", f"bfloat16, float16 or float32, no wider than the Buffer's ({self.dtype})", repr(dtype))
+        raise self.wrong("dtype", f"bfloat16, float16 or float32, no wider than the Buffer's ({self.dtype})",
+                         repr(dtype))
 
     cdef Array look(self, obj, str name):
         try:
@@ -117,7 +118,7 @@ cdef class Checker:
         return contiguous(a)
 
     cdef DispatchCall dispatch(self, x, topk_idx, topk_weights, handle, layout, expert_alignment,
-                                     num_worst_tokens, out):
+                               num_worst_tokens, out):
         cdef DispatchCall call = DispatchCall.__new__(DispatchCall)
         cdef int64_t num_tokens
         if isinstance(x, (tuple, list)):
@@ -184,7 +185,8 @@ cdef class Checker:
             if not isinstance(array, self.xp.ndarray):
                 raise self.wrong(name, f"an array of {self.xp.__name__}", type(array).__name__)
             a = self.look(array, name)
-            if a.ndim != 2 or a.shape[1] != width or a.kind != (call.scales.kind if i else call.x.kind) or not a.is_writable:
+            kind = call.scales.kind if i else call.x.kind
+            if a.ndim != 2 or a.shape[1] != width or a.kind != kind or not a.is_writable:
                 raise self.wrong(name, f"a writable array (>= N, {width}) of x's dtype",
                                  f"shape {array.shape}, dtype {array.dtype}")
         return 0
@@ -201,7 +203,7 @@ cdef class Checker:
         call.x = self.rows(x, "x", checked.num_rows, -1)
         if topk_weights is not None:
             call.topk_weights = self.lanes(topk_weights, "topk_weights",
-                                                 checked.num_rows if rank_layout else num_tokens, False)
+                                           checked.num_rows if rank_layout else num_tokens, False)
             if rank_layout:
                 call.out_weights = self.look(self.xp.empty((num_tokens, self.num_topk), np.float32), "out")
         if bias is not None:

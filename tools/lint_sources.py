@@ -40,7 +40,8 @@ def main() -> int:
     cython = files("epcy/**/*.pyx", "epcy/**/*.pxd", "tests/**/*.pyx")
     good = call([tool("cython-lint"), "--max-line-length=120"], cython)
     good &= call([tool("clang-format"), "--dry-run", "-Werror"], sources)
-    good &= call([os.environ.get("CC", "gcc"), *WARNINGS, "-Iinclude", "-Isrc/host"], files("src/host/*.c"))
+    gcc = [os.environ.get("CC", "gcc"), *WARNINGS, "-Iinclude", "-Isrc/host"]
+    good &= call(gcc, files("src/host/*.c", "src/window/*.c"))
     return not good
 
 

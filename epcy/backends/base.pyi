@@ -1,9 +1,10 @@
 from typing import Any
 
+from typing_extensions import disjoint_base
+
 from epcy.backends.call import CombineCall
 from epcy.event import Event
 from epcy.handle import Dispatch, Handle
-from typing_extensions import disjoint_base
 
 @disjoint_base
 class Backend:

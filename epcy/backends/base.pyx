@@ -9,7 +9,7 @@ from epcy.arrays cimport KIND_BF16, KIND_FP8, KIND_FP16, KIND_FP32, Array
 from epcy.backends.call cimport CombineCall, DispatchCall
 from epcy.event cimport completed
 from epcy.handle cimport Area, Dispatch, Handle
-from epcy.layout cimport EPCY_NUM_AREAS, epcy_area_layout, epcy_heap_layout, epcy_num_scales, epcy_shape
+from epcy.layout cimport EPCY_NUM_AREAS, epcy_area_layout, epcy_num_scales, epcy_shape
 
 from epcy.arrays import DTYPES
 from epcy.errors import ArgumentError, StateError
@@ -31,7 +31,7 @@ cdef class Backend:
     cdef int open_areas(self, owner) except -1:
         """Make the views; `owner` keeps their memory. self.start and self.heap_layout are known."""
         cdef int i
-        self.areas = [Area() for i in range(EPCY_NUM_AREAS)]
+        self.areas = [Area() for _ in range(EPCY_NUM_AREAS)]
         self.receive_views = [self.views(self.heap_layout.receive[i], owner) for i in range(EPCY_NUM_AREAS)]
         self.combine_views = [self.views(self.heap_layout.combine[i], owner) for i in range(EPCY_NUM_AREAS)]
         return 0
@@ -139,7 +139,8 @@ cdef class Backend:
     cdef int64_t offset_in_heap(self, Array array) noexcept:
         """Where a contiguous array lies in this rank's allocation, or -1."""
         cdef int64_t nbytes = array.shape[0] * array.shape[1] * array.item_bytes()
-        if array.is_contiguous and self.start <= array.data and array.data + nbytes <= self.start + self.heap_layout.bytes:
+        cdef char *end = self.start + self.heap_layout.bytes
+        if array.is_contiguous and self.start <= array.data and array.data + nbytes <= end:
             return array.data - self.start
         return -1
 

@@ -5,6 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from epcy.arrays cimport Array
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport CombineCall, DispatchCall
+from epcy.backends.window cimport Heap
 from epcy.handle cimport Dispatch, Handle
 from epcy.layout cimport epcy_area, epcy_heap, epcy_shape
 
@@ -107,23 +108,6 @@ cdef extern from "epcy/host.h" nogil:
     void epcy_cast_from_fp8(const uint8_t *payload, const float *scales, int64_t num_rows, int64_t hidden, int dtype,
                             void *out)
     void epcy_host_bound_exit()
-    int epcy_host_guard(void *address, int64_t nbytes)
-    void epcy_host_unguard(void *address, int64_t nbytes)
-    int64_t epcy_host_untouched(void *address, int64_t nbytes)
-
-
-cdef class Heap:
-    """A rank's own part of the window: its addresses stay valid while an array looks at them."""
-
-    cdef object __weakref__
-    cdef object window                  # keeps the memory mapped; None after free()
-    cdef char *start
-    cdef int64_t nbytes
-    cdef int num_ranks
-    cdef bint guarded                   # empty pages stand where the memory was
-
-    cdef int64_t untouched(self) noexcept
-    cdef int close(self) except -1
 
 
 cdef class HostHandle(Handle):
@@ -139,7 +123,6 @@ cdef class HostBackend(Backend):
     cdef object page, page_path
     cdef uint64_t num_resets
 
-    cdef object no_room(self, nbytes, size)
     cdef object open_status(self, directory)
     cdef epcy_record *begin(self, int op) except NULL
     cdef int finish(self, int op) except -1

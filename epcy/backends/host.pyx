@@ -6,32 +6,29 @@ move the data, `finish` (say so, wait for everybody). The C side is src/host; no
 constructor and before `free`.
 """
 
-import mmap
 import os
 import time
-import weakref
 
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
 import numpy as np
 
-from epcy.arrays cimport (
-    KIND_INT64, Array, Memory, describe, memory_at)
+from epcy.arrays cimport KIND_INT64, Array, describe, memory_at
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport CombineCall, DispatchCall
+from epcy.backends.window cimport allocate
 from epcy.event cimport completed
-from epcy.handle cimport Area, Combine, Dispatch, Handle
-from epcy.layout cimport EPCY_NUM_AREAS, epcy_heap_layout, epcy_num_local_experts, epcy_num_scales, epcy_shape
+from epcy.handle cimport Combine, Handle
+from epcy.layout cimport epcy_heap_layout, epcy_num_local_experts, epcy_num_scales, epcy_shape
 
 from epcy import status as status_pages
-from epcy.arrays import DTYPES
-from epcy.backends import bootstrap
-from epcy.backends.names import LAYOUTS, PAYLOADS
-from epcy.errors import (
-    ArgumentError, BackendError, CapacityError, EpcyError, HeapError, MismatchError, PeerError, PeerTimeoutError, StateError)
+from epcy.backends import bootstrap, verdicts
+from epcy.backends.names import LAYOUTS
+from epcy.backends.window import no_room
+from epcy.errors import ArgumentError, CapacityError, EpcyError, HeapError, MismatchError, PeerError, PeerTimeoutError
 
 cdef int64_t SLICE_NS = 100_000_000     # how long a wait stays in C before it looks for Ctrl-C and dead ranks
 
@@ -85,60 +82,26 @@ cdef class HostHandle(Handle):
         return np.array([self.expert_numbers[i] for i in range(self.num_local)], np.int64)
 
 
-_heaps = weakref.WeakSet()
-
-
-cdef class Heap:
-    def __dealloc__(self):
-        if self.guarded:
-            epcy_host_unguard(self.start, self.nbytes)
-
-    cdef int64_t untouched(self) noexcept:
-        """Bytes of the window, all ranks' parts, that were promised and are not yet in use."""
-        return 0 if self.window is None or self.num_ranks == 1 else epcy_host_untouched(self.start, self.nbytes) * self.num_ranks
-
-    cdef int close(self) except -1:
-        """Collective: free the window, and keep the addresses from becoming anything else's."""
-        if self.num_ranks == 1:
-            return 0            # the last array that looks at it takes the memory along
-        self.window.Free()
-        self.window = None
-        self.guarded = epcy_host_guard(self.start, self.nbytes) == 0
-        return 0
-
-
 cdef class HostBackend(Backend):
     def __cinit__(self):
         self.h.base = NULL
 
     def __init__(self, comm, dict shape, dict options, list identities, object token):
         """Collective, blocking: allocate the shared window over `comm`, whose ranks share this machine."""
-        from mpi4py import MPI
-
-        cdef int rank, size = comm.size, i
-        cdef uint8_t[::1] alone
+        cdef int size = comm.size
         super().__init__(comm, shape, options, identities, token, np)
         self.h.shape, self.h.rank = self.shape, comm.rank
         options["num_sms"] = options["num_sms"] or 1
         nbytes = heap_layout(shape)["total"]
-        bootstrap.exchange(comm, None, self.no_room(nbytes, size), self.timeout, "Buffer()")
-        # For a rank alone MPI may take the memory from malloc, which gives it to others after free() while arrays
-        # of the user still look at it.
-        window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm) if size > 1 else mmap.mmap(-1, nbytes)
+        bootstrap.exchange(comm, None, no_room(nbytes, size), self.timeout, "Buffer()")
         self.h.base = <char **>calloc(size, sizeof(char *))
         if self.h.base == NULL:
             raise MemoryError
-        if size == 1:
-            alone = window
-            self.h.base[0] = <char *>&alone[0]
-        for rank in range(size if size > 1 else 0):
-            self.h.base[rank] = <char *><uintptr_t>window.Shared_query(rank)[0].address
-        self.heap = Heap.__new__(Heap)
-        self.heap.window, self.heap.num_ranks = window, size
-        self.heap.start, self.heap.nbytes = self.h.base[self.h.rank], nbytes
-        _heaps.add(self.heap)
+        self.heap = allocate(comm, nbytes, self.h.base)
         code = epcy_host_open(&self.h, options["spin_us"], options["num_sms"])
-        error = HeapError(f"num_sms: could not start {options['num_sms']} threads ({os.strerror(code)})") if code else None
+        error = None
+        if code:
+            error = HeapError(f"num_sms: could not start {options['num_sms']} threads ({os.strerror(code)})")
         error = self.open_status(options["status_dir"]) or error
         self.start, self.heap_layout = self.heap.start, self.h.heap
         self.open_areas(memory_at(self.start, nbytes, self.heap))
@@ -154,21 +117,6 @@ cdef class HostBackend(Backend):
         if self.h.base != NULL:
             epcy_host_close(&self.h)
             free(self.h.base)
-
-    cdef object no_room(self, nbytes, size):
-        """A HeapError if shared memory has no room for all ranks: touching it then would be a SIGBUS."""
-        try:
-            info = os.statvfs("/dev/shm")
-        except OSError:
-            return None
-        # What other Buffers of this process were promised and have not touched yet is not free.
-        promised = sum([(<Heap>heap).untouched() for heap in _heaps])
-        free_bytes, need = max(0, info.f_bavail * info.f_frsize - promised), nbytes * size
-        if need <= free_bytes:
-            return None
-        return HeapError(f"num_max_tokens_per_rank: the Buffer needs {need} bytes of shared memory ({nbytes} a rank), "
-                         f"/dev/shm has {free_bytes} free; give fewer num_max_tokens_per_rank or num_max_recv_tokens, "
-                         "or enlarge /dev/shm (docker run --shm-size)")
 
     cdef object open_status(self, directory):
         """Map the status file; the first fields of it and of the status in the window."""
@@ -234,7 +182,7 @@ cdef class HostBackend(Backend):
 
     def refuse(self, int op, str text):
         """Take part in a call without data, so that the others learn why and stay in step."""
-        cdef epcy_record *record = self.begin(op)
+        self.begin(op)
         self.publish_refusal(op, text)
 
     def publish_refusal(self, int op, str text):
@@ -303,7 +251,6 @@ cdef class HostBackend(Backend):
 
     def give_up(self, int op, int word, uint64_t value, double waited):
         """Leave the call: a rank did not come in time, or gave up itself."""
-        name, phase = "reset" if word == EPCY_WORD_RESET else OPERATIONS[op], WAITED_FOR[word]
         gone = [r for r in range(self.h.shape.num_ranks)
                 if r != self.h.rank and epcy_host_word(&self.h, r, EPCY_WORD_BROKEN)]
         culprits = [r for r in self.missing(word, value) if word == EPCY_WORD_RESET or r not in gone] or gone
@@ -313,21 +260,16 @@ cdef class HostBackend(Backend):
         seen = [epcy_host_word(&self.h, r, word) for r in culprits[:16]]
         if word != EPCY_WORD_RESET:
             self.break_off()
-        gave_up = f"rank {gone[0]} gave up" if gone and waited < self.timeout else "gave up"
-        what = f"{gave_up} {waited:.2f} s into this wait (timeout={self.timeout:g} s)"
-        raise PeerTimeoutError(
-            f"{name} (call {self.h.epoch}) on rank {self.h.rank}: {what}; waited for ranks {culprits} in phase {phase}, "
-            f"expected {value}, seen {seen}: {self.where(culprits)}. Find out what keeps rank {culprits[0]}, or give a "
-            "larger timeout; reset() on all ranks makes this Buffer usable again", culprits, phase, self.h.epoch)
+        name = "reset" if word == EPCY_WORD_RESET else OPERATIONS[op]
+        raise verdicts.late(name, self.h.epoch, self.h.rank, culprits, WAITED_FOR[word], value, seen,
+                            self.where(culprits), gone, waited, self.timeout)
 
     def mourn(self, int op, int word, list dead):
+        """Leave the call: ranks have ended."""
         self.break_off()
         bound_exit()
-        raise PeerTimeoutError(
-            f"{OPERATIONS[op]} (call {self.h.epoch}) on rank {self.h.rank}: rank {dead[0]} (pid "
-            f"{self.identities[dead[0]].pid}) has ended, phase {WAITED_FOR[word]}; dead ranks: {dead}. "
-            "This Buffer cannot go on; look for that rank's own error and restart the job",
-            dead, WAITED_FOR[word], self.h.epoch)
+        raise verdicts.ended(OPERATIONS[op], self.h.epoch, self.h.rank, dead, self.identities[dead[0]].pid,
+                             WAITED_FOR[word])
 
     cdef object disagreement(self):
         """Compare the records of all ranks: the error that every rank must raise, or None."""
@@ -347,22 +289,11 @@ cdef class HostBackend(Backend):
 
     def mismatch(self):
         cdef epcy_record *r
-        rows = []
+        records = []
         for rank in range(self.h.shape.num_ranks):
             r = epcy_host_record(&self.h, rank, self.h.epoch)
-            name = OPERATIONS[r.op]
-            rows.append([
-                ("operation", f"in {name}"), ("x.dtype", PAYLOADS[r.dtype]), ("layout", LAYOUTS[r.layout]),
-                ("handle", "given" if r.cached else "not given"),
-                ("topk_weights", "given" if r.has_weights else "not given"), ("expert_alignment", r.alignment),
-                ("handle", f"that of call {r.routing}")])
-        for column in range(len(rows[0])):
-            name, values = rows[0][column][0], [row[column][1] for row in rows]
-            if any(value != values[0] for value in values):
-                break
-        shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:16]))
-        return MismatchError(f"{name}: the ranks disagree in call {self.h.epoch}: {shown}; every rank must make the same "
-                             "calls on a Buffer in the same order")
+            records.append((r.op, r.dtype, r.layout, r.cached, r.has_weights, r.alignment, r.routing))
+        return verdicts.mismatch(self.h.epoch, records)
 
     # ---- dispatch -----------------------------------------------------------------------------------------
 
@@ -384,9 +315,8 @@ cdef class HostBackend(Backend):
                             epcy_host_counts(&self.h, self.h.rank, self.h.epoch),
                             epcy_host_expert_counts(&self.h, self.h.rank, self.h.epoch), &bad)
         if bad.num_bad:
-            handle.error = ArgumentError(
-                f"topk_idx[{bad.token}, {bad.lane}]: expected an expert id in 0..{self.h.shape.num_experts - 1} or -1, "
-                f"got {bad.value} (rank {self.h.rank}, token {bad.token}, lane {bad.lane}; {bad.num_bad} such ids in all)")
+            handle.error = verdicts.bad_id(self.h.rank, bad.token, bad.lane, bad.value, bad.num_bad,
+                                           self.h.shape.num_experts)
         return handle
 
     cdef object overflow_error(self):
@@ -395,8 +325,7 @@ cdef class HostBackend(Backend):
         for rank in range(self.h.shape.num_ranks):
             rows = epcy_host_rows(&self.h, rank, &limit)
             if rows > limit and epcy_host_record(&self.h, rank, self.h.epoch).waits:
-                text = (f"num_max_recv_tokens: rank {rank} would receive {rows} rows in dispatch (call {self.h.epoch}), "
-                        f"its receive area holds {limit}; construct the Buffer with num_max_recv_tokens={rows} or more")
+                text = verdicts.no_room_for_rows(self.h.epoch, rank, rows, limit)
                 return CapacityError(text) if rank == self.h.rank else PeerError(text, [rank])
         return None
 
@@ -417,7 +346,8 @@ cdef class HostBackend(Backend):
                 raise handle.error
             self.deferred = handle.error
         record.dtype, record.layout = call.x.kind, LAYOUTS.index(handle.layout)
-        record.cached, record.has_weights, record.alignment = not uncached, call.topk_weights is not None, handle.expert_alignment
+        record.cached, record.has_weights = not uncached, call.topk_weights is not None
+        record.alignment = handle.expert_alignment
         record.waits = uncached and call.num_worst_tokens == 0
         record.routing = 0 if uncached else handle.epoch
         record.num_tokens, record.limit = call.x.shape[0], call.num_worst_tokens or self.h.shape.num_rows
@@ -455,9 +385,7 @@ cdef class HostBackend(Backend):
             handle.num_true_rows = d.num_rows
             handle.num_rows = call.num_worst_tokens or d.num_rows
             if d.num_rows > handle.num_rows and handle.error is None:
-                handle.error = self.deferred = CapacityError(
-                    f"num_worst_tokens: rank {self.h.rank} received {d.num_rows} rows in dispatch (call {self.h.epoch}), "
-                    f"num_worst_tokens={handle.num_rows}; the rest was dropped: give num_worst_tokens={d.num_rows} or more")
+                handle.error = self.deferred = verdicts.dropped(self.h.epoch, self.h.rank, d.num_rows, handle.num_rows)
         self.finish(EPCY_OP_DISPATCH)
         counts = None
         if handle.num_worst_tokens == 0:
@@ -492,9 +420,10 @@ cdef class HostBackend(Backend):
         cdef HostHandle handle = call.handle
         cdef epcy_host_combine c
         self.stage(call)
-        record.dtype, record.layout, record.alignment = call.x.kind, LAYOUTS.index(handle.layout), handle.expert_alignment
-        record.has_weights, record.routing = call.topk_weights is not None, handle.epoch
-        record.num_tokens, record.area_offset, record.weights_offset = handle.num_tokens, call.x_offset, call.weights_offset
+        record.dtype, record.layout = call.x.kind, LAYOUTS.index(handle.layout)
+        record.has_weights, record.alignment = call.topk_weights is not None, handle.expert_alignment
+        record.routing, record.num_tokens = handle.epoch, handle.num_tokens
+        record.area_offset, record.weights_offset = call.x_offset, call.weights_offset
         self.arrive(EPCY_OP_COMBINE)
         error = self.disagreement()
         if error is not None:

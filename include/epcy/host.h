@@ -143,9 +143,6 @@ void epcy_cast_from_fp8(const uint8_t *payload, const float *scales, int64_t num
 
 /* process.c */
 void epcy_host_bound_exit(void);
-int epcy_host_guard(void *address, int64_t bytes); /* 0, or an errno */
-void epcy_host_unguard(void *address, int64_t bytes);
-int64_t epcy_host_untouched(void *address, int64_t bytes); /* bytes of shared memory that no rank has touched yet */
 
 #ifdef __cplusplus
 }

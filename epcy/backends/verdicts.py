@@ -1,0 +1,100 @@
+"""The errors of a call that the ranks find in each other's records and words, with their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from epcy.backends.names import LAYOUTS, PAYLOADS
+from epcy.errors import ArgumentError, CapacityError, MismatchError, PeerTimeoutError
+from epcy.status import OPERATIONS
+
+__all__ = ["bad_id", "dropped", "ended", "late", "mismatch", "no_room_for_rows"]
+
+# A record's fields, as they are compared: operation, dtype, layout, cached, has weights, alignment, routing.
+Record = tuple[int, int, int, int, int, int, int]
+
+
+def late(
+    operation: str,
+    epoch: int,
+    rank: int,
+    culprits: Sequence[int],
+    phase: str,
+    expected: int,
+    seen: Sequence[int],
+    where: str,
+    gone: Sequence[int],
+    waited: float,
+    timeout: float,
+) -> PeerTimeoutError:
+    """Return the error of a wait that did not end: `culprits` are late, `gone` gave up themselves."""
+    gave_up = f"rank {gone[0]} gave up" if gone and waited < timeout else "gave up"
+    return PeerTimeoutError(
+        f"{operation} (call {epoch}) on rank {rank}: {gave_up} {waited:.2f} s into this wait (timeout={timeout:g} s); "
+        f"waited for ranks {culprits} in phase {phase}, expected {expected}, seen {seen}: {where}. Find out what keeps "
+        f"rank {culprits[0]}, or give a larger timeout; reset() on all ranks makes this Buffer usable again",
+        culprits,
+        phase,
+        epoch,
+    )
+
+
+def ended(
+    operation: str, epoch: int, rank: int, dead: Sequence[int], pid: int, phase: str
+) -> PeerTimeoutError:
+    """Return the error of a wait for processes that have ended."""
+    return PeerTimeoutError(
+        f"{operation} (call {epoch}) on rank {rank}: rank {dead[0]} (pid {pid}) has ended, phase {phase}; dead ranks: "
+        f"{dead}. This Buffer cannot go on; look for that rank's own error and restart the job",
+        dead,
+        phase,
+        epoch,
+    )
+
+
+def mismatch(epoch: int, records: Sequence[Record]) -> MismatchError:
+    """Return the error that names the first field in which the records differ."""
+    rows = []
+    for op, dtype, layout, cached, has_weights, alignment, routing in records:
+        rows.append(
+            [
+                ("operation", f"in {OPERATIONS[op]}"),
+                ("x.dtype", PAYLOADS[dtype]),
+                ("layout", LAYOUTS[layout]),
+                ("handle", "given" if cached else "not given"),
+                ("topk_weights", "given" if has_weights else "not given"),
+                ("expert_alignment", str(alignment)),
+                ("handle", f"that of call {routing}"),
+            ]
+        )
+    columns = list(zip(*rows, strict=True))
+    column = next((c for c in columns if len({value for _, value in c}) > 1), columns[-1])
+    shown = ", ".join(f"rank {rank}: {value}" for rank, (_, value) in enumerate(column[:16]))
+    return MismatchError(
+        f"{column[0][0]}: the ranks disagree in call {epoch}: {shown}; every rank must make the same calls on a Buffer "
+        "in the same order"
+    )
+
+
+def bad_id(rank: int, token: int, lane: int, value: int, num_bad: int, num_experts: int) -> ArgumentError:
+    """Return the error of ids in topk_idx that name no expert; the first of them is shown."""
+    return ArgumentError(
+        f"topk_idx[{token}, {lane}]: expected an expert id in 0..{num_experts - 1} or -1, got {value} (rank {rank}, "
+        f"token {token}, lane {lane}; {num_bad} such ids in all)"
+    )
+
+
+def no_room_for_rows(epoch: int, rank: int, num_rows: int, limit: int) -> str:
+    """Say that a receive area is too small; on `rank` a CapacityError, elsewhere a PeerError."""
+    return (
+        f"num_max_recv_tokens: rank {rank} would receive {num_rows} rows in dispatch (call {epoch}), its receive area "
+        f"holds {limit}; construct the Buffer with num_max_recv_tokens={num_rows} or more"
+    )
+
+
+def dropped(epoch: int, rank: int, num_rows: int, limit: int) -> CapacityError:
+    """Return the error of rows past num_worst_tokens."""
+    return CapacityError(
+        f"num_worst_tokens: rank {rank} received {num_rows} rows in dispatch (call {epoch}), num_worst_tokens={limit}; "
+        f"the rest was dropped: give num_worst_tokens={num_rows} or more"
+    )

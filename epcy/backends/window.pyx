@@ -1,0 +1,69 @@
+"""The shared memory of the host backend: is there room, get it, and keep its addresses after it was freed."""
+
+import mmap
+import os
+import weakref
+
+from libc.stdint cimport int64_t, uint8_t, uintptr_t
+
+from epcy.errors import HeapError
+
+_heaps = weakref.WeakSet()      # of this process
+
+
+cdef class Heap:
+    def __dealloc__(self):
+        if self.guarded:
+            epcy_window_unguard(self.start, self.nbytes)
+
+    cdef int64_t untouched(self) noexcept:
+        """Bytes of the window, all ranks' parts, that were promised and are not yet in use."""
+        if self.window is None or self.num_ranks == 1:
+            return 0
+        return epcy_window_untouched(self.start, self.nbytes) * self.num_ranks
+
+    cdef int close(self) except -1:
+        """Collective: free the window, and keep the addresses from becoming anything else's."""
+        if self.num_ranks == 1:
+            return 0            # the last array that looks at it takes the memory along
+        self.window.Free()
+        self.window = None
+        self.guarded = epcy_window_guard(self.start, self.nbytes) == 0
+        return 0
+
+
+cdef Heap allocate(object comm, int64_t nbytes, char **base):
+    """Collective: the window over `comm`, `nbytes` a rank; `base` gets where each rank's part is mapped."""
+    from mpi4py import MPI
+
+    cdef int rank, size = comm.size
+    cdef uint8_t[::1] alone
+    cdef Heap heap = Heap.__new__(Heap)
+    # For a rank alone MPI may take the memory from malloc, which gives it to others after free() while arrays
+    # of the user still look at it.
+    window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm) if size > 1 else mmap.mmap(-1, nbytes)
+    if size == 1:
+        alone = window
+        base[0] = <char *>&alone[0]
+    for rank in range(size if size > 1 else 0):
+        base[rank] = <char *><uintptr_t>window.Shared_query(rank)[0].address
+    heap.window, heap.num_ranks = window, size
+    heap.start, heap.nbytes = base[comm.rank], nbytes
+    _heaps.add(heap)
+    return heap
+
+
+def no_room(int64_t nbytes, int size):
+    """Return a HeapError if shared memory has no room for all ranks, else None: touching it then would be a SIGBUS."""
+    try:
+        info = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    # What other Buffers of this process were promised and have not touched yet is not free.
+    promised = sum([(<Heap>heap).untouched() for heap in _heaps])
+    free_bytes, need = max(0, info.f_bavail * info.f_frsize - promised), nbytes * size
+    if need <= free_bytes:
+        return None
+    return HeapError(f"num_max_tokens_per_rank: the Buffer needs {need} bytes of shared memory ({nbytes} a rank), "
+                     f"/dev/shm has {free_bytes} free; give fewer num_max_tokens_per_rank or num_max_recv_tokens, "
+                     "or enlarge /dev/shm (docker run --shm-size)")
