@@ -24,14 +24,14 @@ def guard():
 if sys.argv[1] == "killed" and "EPCY_JOB" not in os.environ:
     guard()
 
-import mpi4py
-import numpy as np
+import mpi4py  # noqa: E402
+import numpy as np  # noqa: E402
 
 if "not_initialized" in sys.argv:
     mpi4py.rc.initialize = False
-from mpi4py import MPI
+from mpi4py import MPI  # noqa: E402
 
-import epcy
+import epcy  # noqa: E402
 
 COMM = MPI.COMM_WORLD
 SIZES = {"num_max_tokens_per_rank": 8, "hidden": 64, "num_topk": 1, "backend": "host"}
