@@ -52,7 +52,7 @@ cdef class NvshmemBackend(Backend):
     cdef list captured                  # arrays that graphs may use
     cdef object pool                    # CuPy memory of handles alone: reused only after all work on it has passed
 
-    cdef uint32_t header(self, int op, Array x, Handle handle, bint cached) except? 0
+    cdef uint32_t header(self, int op, Array x, Handle handle, bint weights, bint routed) except? 0
     cdef CudaHandle make_handle(self, DispatchCall call, uintptr_t stream)
     cdef uintptr_t begin(self, Call call, bint *capturing) except? 0
     cdef Event end(self, Call call, uintptr_t stream, bint capturing, list keeps)
