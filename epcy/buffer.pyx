@@ -77,12 +77,20 @@ cdef class Buffer:
     num_local_experts : int
         L = E / R.
     topology : epcy.topology.Topology
+        Which ranks share a node.
     options : dict
-        Every option's value.
+        Every option's value, computed defaults filled in.
 
     Raises
     ------
     ArgumentError, MismatchError, PeerError, PeerTimeoutError, HeapError, BackendUnavailableError, NotSupportedError
+        See docs/errors.md. A constructor that raises on one rank raises on all of them.
+
+    Notes
+    -----
+    `with` frees the Buffer at its end (when an exception leaves it, without waiting for the others). `bool(buf)` tells
+    whether calls are possible: not freed, not broken. A Buffer is for one thread at a time, and is neither pickled nor
+    used after a fork.
     """
 
     def __init__(self, comm=None, *, num_max_tokens_per_rank=None, hidden=None, num_experts=None, num_topk=None,
@@ -151,6 +159,11 @@ cdef class Buffer:
         -------
         dict of str to int
             Bytes a rank: "control", "receive" (two areas), "combine" (two areas) and their "total".
+
+        Raises
+        ------
+        ArgumentError
+            A value out of bounds, or sizes that do not go together; as the constructor would.
         """
         if not isinstance(num_ranks, int) or num_ranks < 1:
             raise ArgumentError(f"num_ranks: expected a positive whole number, got {num_ranks!r}")
@@ -185,21 +198,25 @@ cdef class Buffer:
             "rank" (default): a row per (token, destination rank), ordered by (source rank, token).
             "expert": a row per (token, lane), grouped by local expert, each group ordered by (source rank, token,
             lane) and padded with zero rows to a multiple of `expert_alignment`.
+        expert_alignment : int
+            Rows (default 1); the expert layout alone. With `handle` both are the handle's and stay None.
         num_worst_tokens : int
             N > 0: results of N rows whatever comes; rows past the count have recv_topk_idx -1; what goes wrong is
             raised by `handle.check()`, `check()` or the next call that waits.
         previous_event, async_finish, stream
             Order with other work; nothing to order on the host backend.
         out : True, array (>= N, H), or a pair of arrays
-            Give the result in the user's own arrays instead of views into the Buffer.
+            Give the result in the user's own arrays instead of views into the Buffer. True: new ones.
 
         Returns
         -------
         Dispatch
+            Views that live until the second next dispatch, unless `out` was given.
 
         Raises
         ------
         ArgumentError, CapacityError, MismatchError, PeerError, PeerTimeoutError, StateError
+            See docs/errors.md.
         """
         self.enter("dispatch")
         try:
@@ -232,7 +249,10 @@ cdef class Buffer:
             own: lane k of token t counts with weight [t, k].
         bias : array (T, H), or a pair of them, of x's dtype
             Added first.
-        out : array (T, H)
+        previous_event, async_finish, stream
+            Order with other work; nothing to order on the host backend.
+        out : array (T, H) of x's dtype, optional
+            Where the sums go; by default a new array.
 
         Returns
         -------
@@ -242,6 +262,7 @@ cdef class Buffer:
         Raises
         ------
         ArgumentError, MismatchError, PeerError, PeerTimeoutError, StateError
+            See docs/errors.md.
         """
         self.enter("combine")
         try:
@@ -260,6 +281,13 @@ cdef class Buffer:
         """Get memory for the experts' output, so that combine copies nothing.
 
         Local, does not block. The array is taken until the combine that gets it; two may be out at a time.
+
+        Parameters
+        ----------
+        handle : Handle
+            Of the dispatch whose rows the experts work on.
+        dtype : bfloat16, float16 or float32, optional
+            Of the rows; no wider than the Buffer's.
 
         Returns
         -------
@@ -293,6 +321,12 @@ cdef class Buffer:
         num_tokens_per_expert : (E,) int64
             Lanes; a repeated expert counts twice.
         is_token_in_rank : (T, R) bool
+
+        Raises
+        ------
+        ArgumentError
+            A wrong shape or dtype, or an id outside -1..E-1.
+        StateError
         """
         self.enter("get_dispatch_layout")
         try:
@@ -318,6 +352,12 @@ cdef class Buffer:
         """Wait until every rank has called this.
 
         Collective, blocking.
+
+        Raises
+        ------
+        MismatchError
+            Another rank is in another call.
+        PeerError, PeerTimeoutError, StateError
         """
         self.enter("barrier")
         try:
@@ -358,6 +398,10 @@ cdef class Buffer:
         """Make the next call cost what any call costs: touch the memory and every kernel.
 
         Collective, blocking. It dispatches twice: results of earlier dispatches are given up.
+
+        Raises
+        ------
+        MismatchError, PeerError, PeerTimeoutError, StateError
         """
         cdef int64_t rows = min(self._shape["num_rows"], self.size * self._num_max_tokens)
         self.enter("warmup")
@@ -393,6 +437,13 @@ cdef class Buffer:
 
         Collective, blocking; the same order of Buffers on every rank. Calling it again does nothing. A broken Buffer
         only leaves: its memory goes when the process ends.
+
+        Raises
+        ------
+        MismatchError, PeerError, PeerTimeoutError
+            The other ranks do something else; this rank has left all the same.
+        StateError
+            Called in a forked process, or while another thread is in a call.
         """
         self.leave(True)
 

@@ -21,15 +21,26 @@ class Topology:
 
     A node is a group of ranks that share memory (joined by NVLink on GPUs). With `num_max_nvl_peers` below
     the ranks of a machine, a machine holds several *virtual* nodes. Nodes are numbered by their lowest rank.
+
+    Attributes
+    ----------
+    rank : int
+        This rank.
+    num_ranks, num_nodes : int
+    node_of_rank : tuple of int
+        The node of each rank, length num_ranks.
+    hostnames : tuple of str
+        The host of each node, length num_nodes; virtual nodes of one machine repeat it.
+    cpus_per_node : tuple of int
+        The cores that the ranks of each node may run on together; virtual nodes of one machine share them.
+    is_virtual : bool
+        Whether some machine holds several nodes.
     """
 
     rank: int
     node_of_rank: tuple[int, ...]
-    """The node of each rank, length R."""
     hostnames: tuple[str, ...]
-    """The host of each node, length num_nodes; virtual nodes of one machine repeat it."""
     cpus_per_node: tuple[int, ...]
-    """The cores that the ranks of each node may run on together; virtual nodes of one machine share them."""
     is_virtual: bool = False
 
     @property
@@ -96,7 +107,10 @@ def _ranges(ranks: tuple[int, ...]) -> str:
 
 
 def available_cpus() -> frozenset[int]:
-    """Return the cores that this process may run on."""
+    """Return the numbers of the cores that this process may run on.
+
+    Local, blocking.
+    """
     return frozenset(os.sched_getaffinity(0))
 
 

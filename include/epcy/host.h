@@ -23,7 +23,7 @@ enum epcy_word {
 };
 enum epcy_wait { EPCY_WAIT_DONE, EPCY_WAIT_PENDING, EPCY_WAIT_BROKEN };
 
-/* Where a rank is, for other ranks' error texts and for `python -m epcy top`. */
+/* Where a rank is, for other ranks' error texts and for `python -m epcy`. */
 typedef struct epcy_status {
   uint64_t magic;
   int32_t version, pid, rank, size;
