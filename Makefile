@@ -86,7 +86,7 @@ format: $(VENV)/.lint ## let ruff and clang-format rewrite the sources
 type: $(VENV)/.lint $(VENV)/.built ## mypy --strict, and the stubs against the built modules
 	$(PY) -m mypy --strict -p epcy
 	$(PY) -m mypy.stubtest --ignore-missing-stub --allowlist tools/stubtest.txt --ignore-unused-allowlist \
-	  $(subst /,.,$(basename $(shell find epcy -name '*.pyi')))
+	  $(subst /,.,$(basename $(shell grep -rL 'distutils: libraries = epcy_cuda' epcy --include='*.pyx')))
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info epcy/_build.json .pytest_cache .hypothesis .mypy_cache .ruff_cache
