@@ -35,6 +35,7 @@ cdef class CudaHandle(Handle):
     cdef int64_t *lane_ids              # (T, K), bad ids as -1
     cdef object num_recv, experts       # CuPy views of it
     cdef NvshmemBackend backend         # None once the Buffer is freed
+    cdef int rank
     cdef object counts                  # list of L, where the host knows them
     cdef CudaEvent event
 

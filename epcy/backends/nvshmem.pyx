@@ -101,7 +101,7 @@ cdef class CudaHandle(Handle):
         if self.error is None and self.num_worst_tokens:
             rows = int(self.num_recv[0])
             if rows > self.num_worst_tokens:
-                raise CapacityError(too_many(rows, self.num_worst_tokens))
+                raise CapacityError(too_many(self.rank, rows, self.num_worst_tokens))
         if self.error is None and self.backend is not None:
             self.error = self.backend.late_error()
         if self.error is not None:
@@ -111,9 +111,9 @@ cdef class CudaHandle(Handle):
         return f"<epcy.Handle: {self.layout} layout, {self.num_tokens} tokens sent, on a GPU>"
 
 
-def too_many(rows, limit):
-    return (f"num_worst_tokens: {rows} rows came in a dispatch, num_worst_tokens={limit}; the rest was dropped: give "
-            f"num_worst_tokens={rows} or more")
+def too_many(rank, rows, limit):
+    return (f"num_worst_tokens: rank {rank} received {rows} rows in a dispatch, num_worst_tokens={limit}; the rest was "
+            f"dropped: give num_worst_tokens={rows} or more")
 
 
 cdef class NvshmemBackend(Backend):
@@ -235,7 +235,7 @@ cdef class NvshmemBackend(Backend):
         cdef char *p
         h.buffer_token, h.layout, h.num_tokens = self.token, call.layout, T
         h.expert_alignment, h.num_worst_tokens = call.expert_alignment, call.num_worst_tokens
-        h.epoch, h.backend = self.num_calls, self
+        h.epoch, h.backend, h.rank = self.num_calls, self, self.rank
         lanes = T * self.shape.num_topk
         h.memory = self.pool.malloc(8 + 8 * L + 8 * lanes + 4 * (2 * R * T + 2 * R * C))
         p = <char *><uintptr_t>h.memory.ptr
@@ -515,7 +515,7 @@ cdef class NvshmemBackend(Backend):
         elif r.bad_epoch:
             error = ArgumentError(bad_id(self.rank, r.bad_token, r.bad_lane, r.bad_value, self.shape.num_experts))
         elif r.late_rows:
-            error = CapacityError(too_many(r.late_rows, r.late_limit))
+            error = CapacityError(too_many(self.rank, r.late_rows, r.late_limit))
         r.late_verdict = r.bad_epoch = 0
         r.late_rows = 0
         return error
