@@ -58,9 +58,9 @@ def test_recorded_routing(comm, same, tmp_path, small):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [(["--mode", "ll"], "--mode ll"), (["--graph"], "--graph"), (["--hidden", "0"], "--hidden")],
+    [(["--mode", "ll"], "--mode ll:"), (["--graph"], "--graph:"), (["--hidden", "0"], "argument --hidden:")],
 )
-def test_refusals_reach_every_rank_once(comm, capsys, options, text):
-    assert main(options) == 2
+def test_refusals_reach_every_rank_once(comm, capsys, small, options, text):
+    assert main([*small, *options]) == 2
     err = capsys.readouterr().err
     assert (text in err) == (comm.rank == 0)
