@@ -3,7 +3,7 @@
 # PYTHON  the python that `build`, `wheel` and the GPU verbs use, and of which `.venv` is made (default python3)
 # RANKS   the rank counts of `make test` (default "1 2 3 4 8")
 # ARGS    more arguments for pytest, the demo or the bench
-# EPCY_CUDA, EPCY_CUDA_ARCH, NVSHMEM_HOME  see tools/build_backend.py
+# EPCY_CUDA, NVSHMEM_HOME  see tools/build_backend.py; EPCY_CUDA_ARCH, MAX_JOBS  see setup.py
 
 PYTHON ?= python3
 RANKS ?= 1 2 3 4 8

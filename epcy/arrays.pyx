@@ -127,7 +127,7 @@ cdef object as_ndarray(object obj, str name):
 
 
 cdef Array describe(object obj, str name):
-    """Look at an array: no copy, at most two dimensions."""
+    """Look at an array of at most two dimensions; only a misaligned one is copied."""
     cdef object a = obj if type(obj) is ndarray else as_ndarray(obj, name)
     cdef object capsule = a.__array_struct__
     cdef PyArrayInterface *interface = <PyArrayInterface *>PyCapsule_GetPointer(capsule, NULL)

@@ -82,9 +82,10 @@ class PeerTimeoutError(PeerError, TimeoutError):
     ranks : tuple of int
         The ranks that were waited for.
     phase : str
-        What was waited for: "arrival" (the rank has not entered the call) or "completion" (it has not finished).
+        What was waited for: "arrival" (the rank has not entered the call), "completion" (it has not finished),
+        "reset", or in the constructor "bootstrap".
     epoch : int
-        The number of the call on this Buffer.
+        The number of the call on this Buffer; 0 in the constructor.
     """
 
     def __init__(self, message: str = "", ranks: Sequence[int] = (), phase: str = "", epoch: int = 0) -> None:

@@ -37,7 +37,7 @@ cdef class Handle:
 
     @property
     def num_tokens_per_expert(self):
-        """Rows for each local expert, unpadded: (L,) int64 array of `buf.xp`."""
+        """Lanes that came for each local expert (expert layout: its rows, unpadded): (L,) int64 array of `buf.xp`."""
         return self.expert_counts()
 
     @property
@@ -56,7 +56,7 @@ cdef class Handle:
         return self._num_recv_tokens() > self.num_rows
 
     def check(self):
-        """Raise what went wrong in a dispatch that did not wait: too many rows, or bad ids.
+        """Raise what went wrong in a dispatch that did not wait: too many rows, bad ids, or another rank's refusal.
 
         Local, blocking.
 
@@ -66,6 +66,8 @@ cdef class Handle:
             More rows came than `num_worst_tokens`.
         ArgumentError
             topk_idx held an id outside -1..E-1 (it counted as -1).
+        PeerError
+            Another rank refused its arguments; nothing came.
         """
         if self.error is not None:
             raise self.error

@@ -35,14 +35,15 @@ typedef struct epcy_status {
 #define EPCY_STATUS_MAGIC 0x7375746174737965ull
 #define EPCY_STATUS_VERSION 1
 
-/* What a rank says when it enters a call. Fields up to `has_weights` must be equal on all ranks. */
+/* What a rank says when it enters a call. Fields up to `has_weights`, `alignment` and `routing` must be equal on all
+ * ranks. */
 typedef struct epcy_record {
   int32_t op, dtype, layout, cached, has_weights;
   int32_t refused; /* this rank takes part without data; `text` says why */
   int32_t waits;   /* its host waits for the counts, so an overflow is refused and not clipped */
   int32_t unused;
   int64_t alignment;
-  uint64_t routing;       /* epoch of the dispatch that made the handle: equal on all ranks too */
+  uint64_t routing;       /* epoch of the dispatch that made the handle */
   int64_t num_tokens;     /* T */
   int64_t limit;          /* rows it can take */
   int64_t area_offset;    /* dispatch: the receive area it gives; combine: where y lies */

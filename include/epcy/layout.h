@@ -1,4 +1,5 @@
-/* Where things lie: the only place that computes offsets, compiled by gcc and by nvcc.
+/* Where things lie: the only place that computes offsets (inside the control region apart, which each backend lays out
+ * for itself), compiled by gcc and by nvcc.
  *
  * A Buffer's symmetric allocation is the same on every rank:
  *
