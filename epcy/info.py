@@ -264,9 +264,7 @@ def _machine() -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "system": platform.platform(),
         "processor": cpuinfo.get("model name") or platform.machine(),
-        "simd": [
-            f for f in ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "asimd", "sve") if f in flags
-        ],
+        "simd": [f for f in SIMD if f in flags],
         "cpus": os.cpu_count(),
         "cpus_available": len(available_cpus()),
         "memory_bytes": memory("MemTotal"),
