@@ -2,7 +2,7 @@
 
     mpiexec -n 2 python -m mpi4py examples/first_steps.py
 
-Every rank holds a few tokens; each token goes to two of eight experts, which live two ranks apart or together;
+Every rank holds a few tokens; each token goes to two of eight experts, which live on one rank or on two;
 expert e multiplies what it gets by e + 1. combine adds up what the ranks return.
 """
 
@@ -27,9 +27,8 @@ with epcy.Buffer(
     topk_idx = np.argsort(rng.random((NUM_TOKENS, NUM_EXPERTS)), axis=1)[:, :NUM_TOPK]
     topk_weights = np.full((NUM_TOKENS, NUM_TOPK), 0.5, np.float32)
 
-    r = buf.dispatch(
-        x, topk_idx, topk_weights
-    )  # one row for each (token, rank); the lanes say which experts here
+    # One row for each (token, rank); the lanes say which experts here.
+    r = buf.dispatch(x, topk_idx, topk_weights)
     first_expert = buf.rank * buf.num_local_experts
     factor = np.where(r.recv_topk_idx >= 0, r.recv_topk_weights * (first_expert + r.recv_topk_idx + 1), 0)
     y = r.recv_x * factor.sum(axis=1, keepdims=True, dtype=np.float32)
