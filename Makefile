@@ -88,7 +88,8 @@ type: $(VENV)/.lint $(VENV)/.built ## mypy --strict, and the stubs against the b
 	$(PY) -m mypy.stubtest --ignore-missing-stub --allowlist tools/stubtest.txt --ignore-unused-allowlist \
 	  $(subst /,.,$(basename $(shell grep -rL 'distutils: libraries = epcy_cuda' epcy --include='*.pyx')))
 
-clean: ## remove what was built; .venv stays
+clean: ## remove what was built; .venv stays, and is brought up to date by the next verb that needs it
+	rm -f $(VENV)/.built $(VENV)/.deps
 	rm -rf build dist *.egg-info epcy/_build.json .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find epcy examples tests tools -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 	find epcy -name '*.so' -exec rm -f {} +

@@ -1,7 +1,6 @@
 # cython: boundscheck=False, wraparound=False
 """Buffer: keeps the ranks in step, and makes one call into the backend per operation."""
 
-import os
 import warnings
 
 from libc.stdint cimport int64_t
@@ -84,7 +83,8 @@ cdef class Buffer:
     Raises
     ------
     ArgumentError, MismatchError, PeerError, PeerTimeoutError, HeapError, BackendUnavailableError, NotSupportedError
-        See docs/errors.md. A constructor that raises on one rank raises on all of them.
+        See docs/errors.md. A constructor that raises on one rank raises on all of them, but for a `comm` that
+        is none and for a rank that never comes.
 
     Notes
     -----
@@ -115,7 +115,7 @@ cdef class Buffer:
         self.comm = bootstrap.duplicate(comm, timeout)
         self.rank, self.size, self._pid = self.comm.rank, self.comm.size, getpid()
         try:
-            self.construct(values, shape, error, found, timeout)
+            self._construct(values, shape, error, found, timeout)
         except EpcyError as refused:
             if not isinstance(refused, PeerTimeoutError):       # then every rank raises: the copy can go
                 self.comm.Free()
@@ -123,9 +123,9 @@ cdef class Buffer:
         if values["preinitialize"]:
             self.warmup()
 
-    def construct(self, dict values, dict shape, error, found, timeout):
+    def _construct(self, dict values, dict shape, error, found, timeout):
         """Agree with the other ranks and make the backend; what fails here fails on every rank."""
-        identities = bootstrap.agree(self.comm, self.compared(values), error, timeout)
+        identities = bootstrap.agree(self.comm, self._compared(values), error, timeout)
         self.topology = topology.discover(self.comm)
         if self.topology.num_nodes > 1:
             raise NotSupportedError(
@@ -134,7 +134,7 @@ cdef class Buffer:
         self.backend, backend_class, self.xp = found
         values["num_max_recv_tokens"] = shape["num_rows"]
         if values["spin_us"] is None:
-            values["spin_us"] = 50.0 if self.size <= len(os.sched_getaffinity(0)) else 2.0
+            values["spin_us"] = 2.0 if self.topology.is_oversubscribed else 50.0
         self.options, self._shape, self._token = values, shape, object()
         self._num_max_tokens, self._hidden = shape["num_max_tokens"], shape["hidden"]
         self._num_experts, self._num_topk = shape["num_experts"], shape["num_topk"]
@@ -143,7 +143,7 @@ cdef class Buffer:
         self._checker = Checker(self._backend, shape, values)
 
     @staticmethod
-    def compared(values):
+    def _compared(values):
         """The options on which the ranks must agree."""
         from epcy.options import OPTIONS
         return {option.name: values.get(option.name) for option in OPTIONS if option.compared}
@@ -445,9 +445,9 @@ cdef class Buffer:
         StateError
             Called in a forked process, or while another thread is in a call.
         """
-        self.leave(True)
+        self._leave(True)
 
-    def leave(self, bint together):
+    def _leave(self, bint together):
         if self._freed or self._backend is None:
             self._freed = True
             return
@@ -469,7 +469,7 @@ cdef class Buffer:
 
     def __exit__(self, kind, value, traceback):
         # With an exception the other ranks may be anywhere: nothing collective.
-        self.leave(kind is None)
+        self._leave(kind is None)
 
     def __del__(self):
         if not self._freed and self._backend is not None and self._pid == getpid():

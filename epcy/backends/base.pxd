@@ -12,6 +12,7 @@ cdef class Backend:
     cdef object comm                    # the Buffer's own communicator
     cdef object token                   # equal to the Buffer's: marks its handles
     cdef list identities                # of all ranks: bootstrap.Identity
+    cdef set watched                    # ranks whose processes can be seen from here
     cdef readonly double timeout
     cdef readonly bint broken
     cdef object deferred                # an error for check() or the next waiting call

@@ -25,6 +25,12 @@ cdef class Backend:
             shape["hidden"], shape["row_bytes"], shape["num_rows"])
         self.area = epcy_area_layout(&self.shape)
         self.device = -1
+        # All ranks live at this moment; one in another container's pid namespace can never be seen.
+        self.watched = {r for r, identity in enumerate(identities) if identity.is_visible()}
+
+    def dead(self, ranks):
+        """Those of `ranks` whose processes are known to have ended."""
+        return [r for r in ranks if r in self.watched and self.identities[r].is_dead()]
 
     # ---- areas ----------------------------------------------------------------------------------------------
 

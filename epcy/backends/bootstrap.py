@@ -35,7 +35,7 @@ class Identity:
         return cls(socket.gethostname(), os.getpid(), _start_time(os.getpid())[1])
 
     def is_dead(self) -> bool:
-        """Tell whether the process is known to have ended; False when it lives or cannot be seen from here."""
+        """Tell whether the process has ended; meaningful where it once was visible."""
         state, start_time = _start_time(self.pid)
         return state in ("", "Z", "X") or start_time != self.start_time
 

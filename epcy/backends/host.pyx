@@ -212,7 +212,7 @@ cdef class HostBackend(Backend):
             except BaseException:
                 self.break_off()
                 raise
-            dead = [r for r in self.missing(word, value) if self.identities[r].is_dead()]
+            dead = self.dead(self.missing(word, value))
             if dead:
                 self.mourn(op, word, dead)
             left = self.timeout - (time.monotonic() - start)
@@ -254,7 +254,7 @@ cdef class HostBackend(Backend):
         gone = [r for r in range(self.h.shape.num_ranks)
                 if r != self.h.rank and epcy_host_word(&self.h, r, EPCY_WORD_BROKEN)]
         culprits = [r for r in self.missing(word, value) if word == EPCY_WORD_RESET or r not in gone] or gone
-        dead = [r for r in culprits if self.identities[r].is_dead()]
+        dead = self.dead(culprits)
         if dead:        # somebody else found out first
             self.mourn(op, word, dead)
         seen = [epcy_host_word(&self.h, r, word) for r in culprits[:16]]
