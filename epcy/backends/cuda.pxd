@@ -10,6 +10,8 @@ cdef extern from "epcy/cuda.h" nogil:
         EPCY_MAX_RANKS
         EPCY_NUM_CHUNKS
         EPCY_NUM_HEADERS
+        EPCY_NUM_MARKS
+        EPCY_MARK_ROWS
         EPCY_CUDA_TEXT_BYTES
         EPCY_UNIQUE_ID_BYTES
         EPCY_VERDICT_OK
@@ -25,7 +27,7 @@ cdef extern from "epcy/cuda.h" nogil:
     const uint32_t EPCY_COUNT_BAD
 
     ctypedef struct epcy_control:
-        int64_t headers, done, counts, experts, starts, bad, text, resets, local, bytes
+        int64_t headers, done, counts, experts, starts, bad, text, marks, resets, local, bytes
 
     ctypedef struct epcy_report:
         uint64_t num_rows
@@ -56,6 +58,9 @@ cdef extern from "epcy/cuda.h" nogil:
         int32_t *pos
         int64_t *num_recv
         int64_t *experts
+        int32_t *lane_row
+        int32_t *links
+        int64_t *offsets
 
     ctypedef struct epcy_cuda_dispatch:
         epcy_peers peers
@@ -68,7 +73,7 @@ cdef extern from "epcy/cuda.h" nogil:
         int64_t *lane_ids_out
         int64_t x_stride_bytes, row_bytes
         int32_t num_scales, num_tokens, is_int64, header, limit, fill_to, cached
-        int32_t num_peer_blocks, num_own_blocks
+        int32_t num_peer_blocks, num_own_blocks, num_copy_blocks, alignment
 
     ctypedef struct epcy_cuda_combine:
         epcy_peers peers
@@ -79,6 +84,10 @@ cdef extern from "epcy/cuda.h" nogil:
         float *out_weights
         int64_t y_offset, weights_offset, row_bytes
         int32_t dtype, num_tokens, header
+        epcy_cuda_routing routing
+        const char *x
+        const float *topk_weights
+        int64_t x_stride_bytes, num_rows
 
     epcy_control epcy_control_layout(const epcy_shape *shape)
     const char *epcy_cuda_error_name(int code)
@@ -109,6 +118,8 @@ cdef extern from "epcy/cuda.h" nogil:
                        int64_t slice_ns, int *done)
     int epcy_cuda_load()
     int epcy_cuda_launch_dispatch(const epcy_cuda_dispatch *call, void *stream)
+    int epcy_cuda_launch_dispatch_expert(const epcy_cuda_dispatch *call, void *stream)
     int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_sms, void *stream)
+    int epcy_cuda_launch_combine_expert(const epcy_cuda_combine *call, int num_sms, void *stream)
     int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream)
     int epcy_cuda_launch_reset(const epcy_peers *peers, uint32_t number, void *stream)

@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from epcy.arrays cimport Array
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport Call, CombineCall, DispatchCall
-from epcy.backends.cuda cimport epcy_cuda_routing, epcy_peers, epcy_report
+from epcy.backends.cuda cimport epcy_cuda_combine, epcy_cuda_routing, epcy_peers, epcy_report
 from epcy.event cimport Event
 from epcy.handle cimport Handle
 
@@ -34,6 +34,7 @@ cdef class CudaHandle(Handle):
     cdef object memory                  # one CuPy allocation for all of them
     cdef int64_t *lane_ids              # (T, K), bad ids as -1
     cdef object num_recv, experts       # CuPy views of it
+    cdef object offsets                 # likewise; None in the rank layout
     cdef NvshmemBackend backend         # None once the Buffer is freed
     cdef int rank
     cdef object counts                  # list of L, where the host knows them
@@ -48,13 +49,14 @@ cdef class NvshmemBackend(Backend):
     cdef CudaEvent last                 # the end of the last eager call
     cdef uintptr_t last_stream
     cdef uint32_t num_tickets, num_resets, num_calls
-    cdef int dispatch_peer_blocks, dispatch_own_blocks, combine_blocks
+    cdef int dispatch_peer_blocks, dispatch_own_blocks, dispatch_copy_blocks, combine_blocks, combine_expert_blocks
     cdef list alive                     # events whose work may still need its arrays, oldest first
     cdef list captured                  # arrays that graphs may use
     cdef object pool                    # CuPy memory of handles alone: reused only after all work on it has passed
 
     cdef uint32_t header(self, int op, Array x, Handle handle, bint weights, bint routed) except? 0
     cdef CudaHandle make_handle(self, DispatchCall call, uintptr_t stream)
+    cdef int place_sums(self, epcy_cuda_combine *c, CombineCall call, uintptr_t stream) except -1
     cdef uintptr_t begin(self, Call call, bint *capturing) except? 0
     cdef Event end(self, Call call, uintptr_t stream, bint capturing, list keeps)
     cdef int wait_report(self, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, str op) except -1

@@ -95,6 +95,10 @@ cdef class CudaHandle(Handle):
     cpdef object expert_counts(self):
         return self.experts
 
+    @property
+    def expert_offsets(self):
+        return self.offsets
+
     def check(self):
         if self.event is not None:
             self.event.synchronize()
@@ -175,6 +179,10 @@ cdef class NvshmemBackend(Backend):
         self.dispatch_peer_blocks = min(EPCY_NUM_CHUNKS, each)
         self.dispatch_own_blocks = min(EPCY_NUM_CHUNKS, max(1, num_sms - each * others) if num_sms else each)
         self.combine_blocks = num_sms or 24
+        # In the expert layout each rank also copies rows, or sums them, in its own memory: that takes more blocks.
+        senders = self.dispatch_peer_blocks * others + self.dispatch_own_blocks
+        self.dispatch_copy_blocks = 0 if num_sms else max(0, 64 - senders)
+        self.combine_expert_blocks = num_sms or 64
 
     cdef object view(self, int64_t offset, tuple shape, dtype, owner):
         cupy = self.xp
@@ -231,13 +239,17 @@ cdef class NvshmemBackend(Backend):
     cdef CudaHandle make_handle(self, DispatchCall call, uintptr_t stream):
         cdef CudaHandle h = CudaHandle.__new__(CudaHandle)
         cdef int64_t T = call.x.shape[0], R = self.num_ranks, C = EPCY_NUM_CHUNKS, at = 0
-        cdef int64_t L = epcy_num_local_experts(&self.shape)
+        cdef int64_t L = epcy_num_local_experts(&self.shape), num_links = 0
+        cdef bint by_expert = call.layout == "expert"
         cdef char *p
         h.buffer_token, h.layout, h.num_tokens = self.token, call.layout, T
         h.expert_alignment, h.num_worst_tokens = call.expert_alignment, call.num_worst_tokens
         h.epoch, h.backend, h.rank = self.num_calls, self, self.rank
         lanes = T * self.shape.num_topk
-        h.memory = self.pool.malloc(8 + 8 * L + 8 * lanes + 4 * (2 * R * T + 2 * R * C))
+        if by_expert and self.shape.num_topk > 1:
+            num_links = call.num_worst_tokens or self.shape.num_rows
+        h.memory = self.pool.malloc(8 + 8 * L + 8 * lanes + 4 * (2 * R * T + 2 * R * C)
+                                    + by_expert * (8 * (L + 1) + 4 * (lanes + num_links)))
         p = <char *><uintptr_t>h.memory.ptr
         h.routing.num_recv, at = <int64_t *>p, 8
         h.routing.experts, at = <int64_t *>(p + at), at + 8 * L
@@ -245,9 +257,15 @@ cdef class NvshmemBackend(Backend):
         h.routing.list, at = <int32_t *>(p + at), at + 4 * R * T
         h.routing.pos, at = <int32_t *>(p + at), at + 4 * R * T
         h.routing.chunk_count, at = <int32_t *>(p + at), at + 4 * R * C
-        h.routing.chunk_base = <int32_t *>(p + at)
+        h.routing.chunk_base, at = <int32_t *>(p + at), at + 4 * R * C
         h.num_recv = self.xp.ndarray((1,), np.int64, memptr=h.memory)
         h.experts = self.xp.ndarray((L,), np.int64, memptr=h.memory + 8)
+        if by_expert:       # at is a multiple of 8: all counts of 4-byte words before it are even
+            h.offsets = self.xp.ndarray((L + 1,), np.int64, memptr=h.memory + at)
+            h.routing.offsets, at = <int64_t *>(p + at), at + 8 * (L + 1)
+            h.routing.lane_row, at = <int32_t *>(p + at), at + 4 * lanes
+            if num_links:
+                h.routing.links = <int32_t *>(p + at)
         return h
 
     def dispatch(self, DispatchCall call):
@@ -258,8 +276,6 @@ cdef class NvshmemBackend(Backend):
         cdef uintptr_t stream
         cdef int area, previous = 0, i
         cdef uint64_t *experts = <uint64_t *>(self.mapped.report + 1)
-        if call.layout == "expert":
-            raise NotSupportedError("layout: 'expert' is not yet part of backend 'nvshmem'; use layout='rank'")
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             waits = uncached and call.num_worst_tokens == 0
@@ -291,9 +307,13 @@ cdef class NvshmemBackend(Backend):
             d.header = <int32_t>(self.header(OP_DISPATCH, call.x, handle, call.topk_weights is not None, not uncached)
                                  | <uint32_t>(not uncached) << 7 | <uint32_t>area << 30 | (EPCY_HEADER_WAITS if waits else 0))
             d.num_peer_blocks, d.num_own_blocks = self.dispatch_peer_blocks, self.dispatch_own_blocks
+            d.num_copy_blocks, d.alignment = self.dispatch_copy_blocks, <int32_t>handle.expert_alignment
             if waits:
                 d.peers.ticket = self.next_ticket()
-            check(epcy_cuda_launch_dispatch(&d, <void *>stream), "launching dispatch")
+            if handle.layout == "expert":
+                check(epcy_cuda_launch_dispatch_expert(&d, <void *>stream), "launching dispatch")
+            else:
+                check(epcy_cuda_launch_dispatch(&d, <void *>stream), "launching dispatch")
             counts = handle.counts
             if waits:
                 self.wait_report(d.peers.ticket, 0, self.num_ranks, handle.experts.size, "dispatch")
@@ -319,7 +339,7 @@ cdef class NvshmemBackend(Backend):
         cdef epcy_cuda_combine c
         cdef CudaHandle handle = call.handle
         cdef Combine r
-        cdef bint capturing = False
+        cdef bint capturing = False, by_expert = handle.layout == "expert"
         cdef uintptr_t stream
         cdef int previous = 0
         cdef int64_t row_bytes = call.x.shape[1] * call.x.item_bytes(), stride
@@ -329,7 +349,7 @@ cdef class NvshmemBackend(Backend):
             stream = self.begin(call, &capturing)
             if call.area >= 0:
                 area = self.start + self.heap_layout.combine[call.area]
-            if call.x_offset < 0:
+            if call.x_offset < 0 and not by_expert:
                 call.x_offset = self.heap_layout.combine[call.area] + self.area.payload
                 stride = row_bytes if call.x.is_contiguous else call.x.strides[0]
                 check(epcy_cuda_stage(area + self.area.payload, call.x.data, call.x.shape[0], row_bytes, stride,
@@ -349,7 +369,11 @@ cdef class NvshmemBackend(Backend):
             if call.out_weights is not None:
                 c.out_weights, c.lane_ids = <float *>call.out_weights.data, handle.lane_ids
             c.header = <int32_t>self.header(OP_COMBINE, call.x, handle, call.topk_weights is not None, True)
-            check(epcy_cuda_launch_combine(&c, self.combine_blocks, <void *>stream), "launching combine")
+            if by_expert:
+                self.place_sums(&c, call, stream)
+                check(epcy_cuda_launch_combine_expert(&c, self.combine_expert_blocks, <void *>stream), "launching combine")
+            else:
+                check(epcy_cuda_launch_combine(&c, self.combine_blocks, <void *>stream), "launching combine")
             if call.consumed >= 0:
                 self.taken[call.consumed] = False
             r = Combine.__new__(Combine)
@@ -361,6 +385,41 @@ cdef class NvshmemBackend(Backend):
             return r
         finally:
             epcy_cuda_set_device(previous, NULL)
+
+    def prepare_combine(self, CombineCall call):
+        """In the expert layout x is read where it lies; its sums go to a combine area, or over x if no other is free."""
+        cdef int i
+        cdef int64_t at
+        if call.handle.layout == "rank":
+            return Backend.prepare_combine(self, call)
+        call.x_offset = call.weights_offset = call.area = call.consumed = -1
+        for i in range(EPCY_NUM_AREAS):
+            at = call.x.data - self.start - self.heap_layout.combine[i]
+            if 0 <= at < self.area.bytes:
+                call.consumed = i
+            elif call.area < 0 and not self.taken[i]:
+                call.area = i
+        if call.area < 0:
+            call.area, call.x_offset = call.consumed, self.offset_in_heap(call.x)
+            if call.x_offset < 0:
+                raise StateError(f"x: both combine areas are given out by combine_input, and x is neither of them (rank "
+                                 f"{self.rank}); combine one of those first")
+
+    cdef int place_sums(self, epcy_cuda_combine *c, CombineCall call, uintptr_t stream) except -1:
+        """Expert layout: say where the rows are, and where their sums and weights go."""
+        cdef CudaHandle handle = call.handle
+        cdef int64_t area = self.heap_layout.combine[call.area]
+        c.routing, c.num_rows, c.lane_ids = handle.routing, handle.num_rows, handle.lane_ids
+        c.x, c.x_stride_bytes = call.x.data, c.row_bytes if call.x.is_contiguous else call.x.strides[0]
+        c.y_offset = call.x_offset if call.x_offset >= 0 else area + self.area.payload
+        c.weights_offset = area + self.area.topk_weights
+        if call.topk_weights is not None:
+            c.topk_weights = <const float *>call.topk_weights.data
+        if (<uintptr_t>c.x | <uintptr_t>c.x_stride_bytes) % 16:
+            check(epcy_cuda_stage(self.start + c.y_offset, c.x, call.x.shape[0], c.row_bytes, c.x_stride_bytes,
+                                  <void *>stream), "staging x")
+            c.x, c.x_stride_bytes = self.start + c.y_offset, c.row_bytes
+        return 0
 
     cdef int64_t offset_in_heap(self, Array array) noexcept:
         # Headers name places in steps of 128 bytes.
@@ -484,6 +543,9 @@ cdef class NvshmemBackend(Backend):
             raise ArgumentError(text) if rank == self.rank else PeerError(f"rank {rank} refused {op}: {text}", [rank])
         rank = verdicts.index(EPCY_VERDICT_OVERFLOW)
         rows, limit = int((counts[:, :, rank] & 0x7FFFFFFF).sum()), int(headers[rank, 1])
+        if headers[rank, 0] >> 6 & 1:       # expert layout: rows are not tokens
+            at = self.peers.control.marks + ((half * R + rank) * EPCY_NUM_MARKS + EPCY_MARK_ROWS) * 8
+            rows = int(self.fetch(at, 1, np.uint64)[0]) & 0xFFFFFFFF
         text = (f"num_max_recv_tokens: rank {rank} would receive {rows} rows in {op}, its receive area holds {limit}; "
                 f"construct the Buffer with num_max_recv_tokens={rows} or more")
         raise CapacityError(text) if rank == self.rank else PeerError(text, [rank])

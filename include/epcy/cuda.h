@@ -14,6 +14,8 @@
 #define EPCY_MAX_RANKS 32 /* of one NVLink domain: a warp looks at all of them at once */
 #define EPCY_NUM_CHUNKS 32 /* into which a rank's tokens are counted, whatever its T and its grid */
 #define EPCY_NUM_HEADERS 3
+#define EPCY_NUM_MARKS 3
+#define EPCY_MARK_ROWS 2 /* the mark that says how many rows come to a rank in the expert layout; others: Step::together */
 #define EPCY_CUDA_TEXT_BYTES 512
 #define EPCY_UNIQUE_ID_BYTES 128
 
@@ -45,6 +47,7 @@ typedef struct epcy_control {
   int64_t starts;    /* u64 [2][C][E]: first row of my chunk c at each expert (expert layout) */
   int64_t bad;       /* int64 [2][R][C][4]: token, lane, value of a chunk's first bad id */
   int64_t text;      /* char [2][R][512] */
+  int64_t marks;     /* u64 [2][R][3]: how far a rank has come in a call; see EPCY_MARK_ROWS */
   int64_t resets;    /* u64 [2][R]: (round, epoch) of the two rounds of reset */
   int64_t local;     /* epcy_local: nobody else touches it */
   int64_t bytes;
@@ -52,7 +55,7 @@ typedef struct epcy_control {
 
 /* A rank's own device state. */
 typedef struct epcy_local {
-  uint32_t epoch, blocks_done, broken, unused;
+  uint32_t epoch, blocks_done, broken, blocks_met;
 } epcy_local;
 
 EPCY_INLINE epcy_control epcy_control_layout(const epcy_shape *s) {
@@ -66,6 +69,7 @@ EPCY_INLINE epcy_control epcy_control_layout(const epcy_shape *s) {
   c.starts = at, at = epcy_round_up(at + 2 * C * s->num_experts * 8, EPCY_LINE_BYTES);
   c.bad = at, at = epcy_round_up(at + 2 * R * C * 4 * 8, EPCY_LINE_BYTES);
   c.text = at, at = epcy_round_up(at + 2 * R * EPCY_CUDA_TEXT_BYTES, EPCY_LINE_BYTES);
+  c.marks = at, at = epcy_round_up(at + 2 * R * EPCY_NUM_MARKS * 8, EPCY_LINE_BYTES);
   c.resets = at, at = epcy_round_up(at + 2 * R * 8, EPCY_LINE_BYTES);
   c.local = at, at = epcy_round_up(at + (int64_t)sizeof(epcy_local), EPCY_LINE_BYTES);
   c.bytes = at;
@@ -110,12 +114,16 @@ typedef struct epcy_cuda_routing {
   int32_t *list;        /* [R][T]: tokens that go to a rank, compact inside each chunk */
   int32_t *chunk_count; /* [R][C] */
   int32_t *chunk_base;  /* [R][C]: first row of the chunk at that rank */
-  int32_t *pos;         /* [T][R]: the token's row at that rank, or -1 */
+  int32_t *pos;         /* [T][R]: the token's (first) row at that rank, or -1 */
   int64_t *num_recv;    /* [1]: rows that come to this rank, unclipped */
   int64_t *experts;     /* [L]: lanes for each local expert */
+  /* Expert layout. */
+  int32_t *lane_row;    /* [T][K]: the lane's row at its expert's rank, or -1 */
+  int32_t *links;       /* [rows]: how this rank's rows hang together, see links.cuh; NULL where K is 1 */
+  int64_t *offsets;     /* [L + 1]: where the local experts' groups start */
 } epcy_cuda_routing;
 
-/* A dispatch in the rank layout. */
+/* A dispatch. */
 typedef struct epcy_cuda_dispatch {
   epcy_peers peers;
   epcy_cuda_routing routing;
@@ -128,9 +136,10 @@ typedef struct epcy_cuda_dispatch {
   int64_t x_stride_bytes, row_bytes;
   int32_t num_scales, num_tokens, is_int64, header, limit, fill_to, cached;
   int32_t num_peer_blocks, num_own_blocks; /* blocks for each other rank, and for this one */
+  int32_t num_copy_blocks, alignment;      /* expert layout: blocks that only copy what came; rows that groups are padded to */
 } epcy_cuda_dispatch;
 
-/* A combine by pulling rows: rank layout, or the partial rows of the expert layout. */
+/* A combine by pulling rows: in the expert layout, sums of a token's rows that its experts' rank makes first. */
 typedef struct epcy_cuda_combine {
   epcy_peers peers;
   const int32_t *pos; /* [T][R] */
@@ -141,6 +150,11 @@ typedef struct epcy_cuda_combine {
   int64_t y_offset, weights_offset; /* in this rank's allocation, multiples of 128 */
   int64_t row_bytes;
   int32_t dtype, num_tokens, header;
+  /* Expert layout: y_offset and weights_offset say where the sums and the rows' weights go, the rows are at x. */
+  epcy_cuda_routing routing;
+  const char *x;
+  const float *topk_weights; /* NULL, or (T, K) */
+  int64_t x_stride_bytes, num_rows;
 } epcy_cuda_combine;
 
 #ifdef __cplusplus
@@ -182,7 +196,9 @@ int epcy_cuda_poll(const epcy_report *report, uint32_t ticket, int first_rank, i
 /* Prepare kernels on the current device: raise their shared-memory limit, load their code. */
 int epcy_cuda_load(void);
 int epcy_cuda_launch_dispatch(const epcy_cuda_dispatch *call, void *stream);
+int epcy_cuda_launch_dispatch_expert(const epcy_cuda_dispatch *call, void *stream);
 int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_sms, void *stream);
+int epcy_cuda_launch_combine_expert(const epcy_cuda_combine *call, int num_sms, void *stream);
 /* A call that moves nothing: header (refused, barrier or free), text or NULL. */
 int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream);
 int epcy_cuda_launch_reset(const epcy_peers *peers, uint32_t round, void *stream);

@@ -47,12 +47,20 @@ struct Mover {
 
   // A whole mover warp: copy rows list[warp], list[warp + warps], ... of x to rows warp, warp + warps, ... of `to`.
   EPCY_DEVICE void rows(const char *x, int64_t stride_bytes, const int32_t *list, int n, char *to, int64_t row_bytes) {
+    scatter(x, stride_bytes, list, n, [](int i, int) { return i; }, to, row_bytes);
+  }
+
+  // The same, item i to row row_of(i, list[i]) of `to`; nowhere if that is negative.
+  template <typename RowOf>
+  EPCY_DEVICE void scatter(const char *x, int64_t stride_bytes, const int32_t *list, int n, RowOf row_of, char *to, int64_t row_bytes) {
     for (int begin = warp; begin < n; begin += 32 * warps) {
       const int ahead = begin + lane * warps;
-      const int token = ahead < n ? list[ahead] : 0;
+      const int token = ahead < n ? list[ahead] : 0, row = ahead < n ? row_of(ahead, token) : -1;
       for (int l = 0; l < 32 && begin + l * warps < n; l++) {
         const char *src = x + (int64_t)__shfl_sync(~0u, token, l) * stride_bytes;
-        char *dst = to + (int64_t)(begin + l * warps) * row_bytes;
+        const int at_row = __shfl_sync(~0u, row, l);
+        char *dst = to + (int64_t)at_row * row_bytes;
+        if (at_row < 0) continue;
 #ifdef EPCY_HAS_BULK
         if (lane == 0)
           for (int64_t at = 0; at < row_bytes; at += stage_bytes)

@@ -12,7 +12,9 @@
 #include "epcy/cuda.h"
 
 int epcy_cuda_load_dispatch();
+int epcy_cuda_load_dispatch_expert();
 int epcy_cuda_load_combine();
+int epcy_cuda_load_combine_expert();
 
 extern "C" {
 
@@ -109,8 +111,10 @@ int epcy_cuda_poll(const epcy_report *report, uint32_t ticket, int first_rank, i
 }
 
 int epcy_cuda_load(void) {
-  const int error = epcy_cuda_load_dispatch();
-  return error ? error : epcy_cuda_load_combine();
+  int error = epcy_cuda_load_dispatch();
+  if (!error) error = epcy_cuda_load_dispatch_expert();
+  if (!error) error = epcy_cuda_load_combine();
+  return error ? error : epcy_cuda_load_combine_expert();
 }
 
 int epcy_nvshmem_unique_id(void *out) {

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
     if (half == 0 && ok) {
       most = __reduce_max_sync(~0u, r < R ? (uint32_t)seen : 0u);
       __syncwarp();
-      if (r == 0) local->epoch = most + 2, local->blocks_done = 0, local->broken = 0;
+      if (r == 0) local->epoch = most + 2, local->blocks_done = 0, local->blocks_met = 0, local->broken = 0;
       __threadfence();
       __syncwarp();
     }

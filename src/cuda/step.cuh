@@ -36,6 +36,9 @@ struct Step {
   EPCY_DEVICE int64_t *bad(int on, int from, int chunk) const {  // token, lane, value
     return (int64_t *)(p.base[on] + p.control.bad) + (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * 4;
   }
+  EPCY_DEVICE uint64_t *mark(int on, int from, int which) const {
+    return (uint64_t *)(p.base[on] + p.control.marks) + ((int64_t)set() * num_ranks + from) * EPCY_NUM_MARKS + which;
+  }
   EPCY_DEVICE char *text(int on, int from) const {
     return p.base[on] + p.control.text + ((int64_t)set() * num_ranks + from) * EPCY_CUDA_TEXT_BYTES;
   }
@@ -114,6 +117,28 @@ struct Step {
     if (blockIdx.x == 0 && (int)threadIdx.x < num_ranks) report(threadIdx.x, EPCY_VERDICT_BROKEN);
   }
 
+  // All threads of every block: wait until every block of every rank has come here, for the turn-th time in this call
+  // (from 0). What threads wrote before is then visible; bulk stores as for finish().
+  EPCY_DEVICE void together(int turn, int *verdict) const {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence_system();
+      last = atomicAdd(&local()->blocks_met, 1u) == gridDim.x * (turn + 1) - 1;
+    }
+    __syncthreads();
+    if ((int)threadIdx.x < num_ranks) {
+      if (last) {
+        __threadfence_system();
+        store_word_release(mark(threadIdx.x, me, turn), word(0));
+      }
+      bool ok = true;
+      wait(mark(me, threadIdx.x, turn), EPCY_CUDA_DATA, threadIdx.x, &ok);
+      if (!ok) atomicMax(verdict, (int)EPCY_VERDICT_BROKEN);
+    }
+    __syncthreads();
+  }
+
   // All threads of every block, at the end: the last block tells all ranks that this rank has finished, waits for
   // theirs, and takes the epoch's step. Bulk stores must be complete and fenced in their issuing threads.
   EPCY_DEVICE void finish() const {
@@ -133,7 +158,7 @@ struct Step {
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-      local()->blocks_done = 0;
+      local()->blocks_done = local()->blocks_met = 0;
       local()->epoch = epoch;
       __threadfence();
     }
