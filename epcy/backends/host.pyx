@@ -315,8 +315,8 @@ cdef class HostBackend(Backend):
                             epcy_host_counts(&self.h, self.h.rank, self.h.epoch),
                             epcy_host_expert_counts(&self.h, self.h.rank, self.h.epoch), &bad)
         if bad.num_bad:
-            handle.error = verdicts.bad_id(self.h.rank, bad.token, bad.lane, bad.value, bad.num_bad,
-                                           self.h.shape.num_experts)
+            handle.error = verdicts.bad_id(self.h.rank, bad.token, bad.lane, bad.value, self.h.shape.num_experts,
+                                           bad.num_bad)
         return handle
 
     cdef object overflow_error(self):

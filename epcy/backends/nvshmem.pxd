@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from epcy.arrays cimport Array
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport Call, CombineCall, DispatchCall
-from epcy.backends.cuda cimport epcy_cuda_combine, epcy_cuda_routing, epcy_peers, epcy_report
+from epcy.backends.cuda cimport epcy_cuda_combine, epcy_cuda_dispatch, epcy_cuda_routing, epcy_peers, epcy_report
 from epcy.event cimport Event
 from epcy.handle cimport Handle
 
@@ -55,10 +55,11 @@ cdef class NvshmemBackend(Backend):
     cdef object pool                    # CuPy memory of handles alone: reused only after all work on it has passed
 
     cdef uint32_t header(self, int op, Array x, Handle handle, bint weights, bint routed) except? 0
+    cdef int fill(self, epcy_cuda_dispatch *d, DispatchCall call, CudaHandle handle, int area, bint waits) except -1
     cdef CudaHandle make_handle(self, DispatchCall call, uintptr_t stream)
     cdef int place_sums(self, epcy_cuda_combine *c, CombineCall call, uintptr_t stream) except -1
     cdef uintptr_t begin(self, Call call, bint *capturing) except? 0
-    cdef Event end(self, Call call, uintptr_t stream, bint capturing, list keeps)
+    cdef CudaEvent end(self, Call call, uintptr_t stream, bint capturing, list keeps)
     cdef int wait_report(self, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, str op) except -1
     cdef int settle(self, str op) except -1
     cdef object late_error(self)

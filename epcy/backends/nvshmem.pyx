@@ -15,7 +15,7 @@ from libc.string cimport memset
 
 import numpy as np
 
-from epcy.arrays cimport KIND_FP32, KIND_INT64, Array
+from epcy.arrays cimport KIND_INT64, Array
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport Call, CombineCall, DispatchCall
 from epcy.backends.cuda cimport *
@@ -24,9 +24,8 @@ from epcy.event cimport Event
 from epcy.handle cimport Combine, Dispatch, Handle
 from epcy.layout cimport EPCY_NUM_AREAS, epcy_heap_layout, epcy_num_local_experts, epcy_num_scales
 
-from epcy.backends import bootstrap, symmetric
+from epcy.backends import bootstrap, symmetric, verdicts
 from epcy.backends.host import bound_exit
-from epcy.backends.names import LAYOUTS, PAYLOADS
 from epcy.errors import (
     ArgumentError, BackendError, CapacityError, HeapError, MismatchError, NotSupportedError, PeerError,
     PeerTimeoutError, StateError)
@@ -105,7 +104,7 @@ cdef class CudaHandle(Handle):
         if self.error is None and self.num_worst_tokens:
             rows = int(self.num_recv[0])
             if rows > self.num_worst_tokens:
-                raise CapacityError(too_many(self.rank, rows, self.num_worst_tokens))
+                raise verdicts.dropped(self.epoch, self.rank, rows, self.num_worst_tokens)
         if self.error is None and self.backend is not None:
             self.error = self.backend.late_error()
         if self.error is not None:
@@ -113,11 +112,6 @@ cdef class CudaHandle(Handle):
 
     def __repr__(self):
         return f"<epcy.Handle: {self.layout} layout, {self.num_tokens} tokens sent, on a GPU>"
-
-
-def too_many(rank, rows, limit):
-    return (f"num_worst_tokens: rank {rank} received {rows} rows in a dispatch, num_worst_tokens={limit}; the rest was "
-            f"dropped: give num_worst_tokens={rows} or more")
 
 
 cdef class NvshmemBackend(Backend):
@@ -152,8 +146,8 @@ cdef class NvshmemBackend(Backend):
             self.memory = symmetric.allocate(comm, self.heap_layout.bytes, self.timeout)
             unreachable = [r for r in range(self.num_ranks) if not self.memory.bases[r]]
             if unreachable:
-                raise NotSupportedError(f"comm: rank {self.rank} cannot reach the memory of ranks {unreachable} by NVLink "
-                                        "or PCIe; this build moves tokens inside one NVLink domain")
+                raise NotSupportedError(f"comm: rank {self.rank} cannot reach the memory of ranks {unreachable} by "
+                                        "NVLink or PCIe; this build moves tokens inside one NVLink domain")
             for rank in range(self.num_ranks):
                 self.peers.base[rank] = <char *><uintptr_t>self.memory.bases[rank]
             self.start = self.peers.base[self.rank]
@@ -213,7 +207,7 @@ cdef class NvshmemBackend(Backend):
             check(epcy_cuda_event_wait(self.last.event, <void *>stream), "cudaStreamWaitEvent")
         return stream
 
-    cdef Event end(self, Call call, uintptr_t stream, bint capturing, list keeps):
+    cdef CudaEvent end(self, Call call, uintptr_t stream, bint capturing, list keeps):
         """Mark the end of a call, and keep its arrays until the stream has passed it."""
         cdef CudaEvent event = CudaEvent.__new__(CudaEvent)
         event.record(stream)
@@ -231,8 +225,9 @@ cdef class NvshmemBackend(Backend):
 
     cdef uint32_t header(self, int op, Array x, Handle handle, bint weights, bint routed) except? 0:
         """The first header word of a call; `routed`: by an earlier handle, which must be the same one on all ranks."""
+        cdef uint32_t routing = <uint32_t>handle.epoch & 511 if routed else 0
         return (<uint32_t>op | <uint32_t>x.kind << 3 | (handle.layout == "expert") << 6 | weights << 8
-                | (<uint32_t>handle.expert_alignment & 1023) << 9 | ((<uint32_t>handle.epoch & 511) << 19 if routed else 0))
+                | (<uint32_t>handle.expert_alignment & 1023) << 9 | routing << 19)
 
     # ---- dispatch -------------------------------------------------------------------------------------------
 
@@ -268,67 +263,73 @@ cdef class NvshmemBackend(Backend):
                 h.routing.links = <int32_t *>(p + at)
         return h
 
+    cdef int fill(self, epcy_cuda_dispatch *d, DispatchCall call, CudaHandle handle, int area, bint waits) except -1:
+        """Write down a dispatch as its kernel needs it."""
+        cdef bint uncached = call.handle is None
+        memset(d, 0, sizeof(epcy_cuda_dispatch))
+        d.peers, d.routing = self.peers, handle.routing
+        d.row_bytes = self.shape.hidden * call.x.item_bytes()
+        d.x, d.num_tokens = call.x.data, <int32_t>call.x.shape[0]
+        d.x_stride_bytes = d.row_bytes if call.x.is_contiguous else call.x.strides[0]
+        if call.scales is not None:
+            d.scales, d.num_scales = call.scales.data, <int32_t>epcy_num_scales(self.shape.hidden)
+        if call.topk_weights is not None:
+            d.topk_weights = <float *>call.topk_weights.data
+        if uncached:
+            d.topk_idx, d.is_int64 = call.topk_idx.data, call.topk_idx.kind == KIND_INT64
+            d.lane_ids_out = handle.lane_ids
+        else:
+            d.lane_ids, d.is_int64, d.cached = handle.lane_ids, 1, 1
+        d.limit = <int32_t>min(handle.num_worst_tokens or self.shape.num_rows, 2**31 - 1)
+        d.fill_to = <int32_t>handle.num_worst_tokens
+        d.header = <int32_t>(self.header(OP_DISPATCH, call.x, handle, call.topk_weights is not None, not uncached)
+                             | <uint32_t>(not uncached) << 7 | <uint32_t>area << 30
+                             | (EPCY_HEADER_WAITS if waits else 0))
+        d.num_peer_blocks, d.num_own_blocks = self.dispatch_peer_blocks, self.dispatch_own_blocks
+        d.num_copy_blocks, d.alignment = self.dispatch_copy_blocks, <int32_t>handle.expert_alignment
+        if waits:
+            d.peers.ticket = self.next_ticket()
+        return 0
+
     def dispatch(self, DispatchCall call):
         cdef epcy_cuda_dispatch d
         cdef CudaHandle handle
         cdef Dispatch r
-        cdef bint capturing = False, uncached = call.handle is None, waits
+        cdef CudaEvent event
+        cdef bint capturing = False, uncached = call.handle is None, waits = uncached and call.num_worst_tokens == 0
         cdef uintptr_t stream
         cdef int area, previous = 0, i
         cdef uint64_t *experts = <uint64_t *>(self.mapped.report + 1)
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            waits = uncached and call.num_worst_tokens == 0
             stream = self.begin(call, &capturing)
             if waits and capturing:
                 raise StateError(f"num_worst_tokens: a dispatch inside a graph capture cannot wait for its count (rank "
                                  f"{self.rank}); give num_worst_tokens, or handle=")
-            if uncached:
-                handle = self.make_handle(call, stream)
-            else:
-                handle = call.handle
+            handle = self.make_handle(call, stream) if uncached else call.handle
             area = self.take_area()
-            memset(&d, 0, sizeof(d))
-            d.peers, d.routing = self.peers, handle.routing
-            d.x, d.x_stride_bytes, d.num_tokens = call.x.data, call.x.strides[0], <int32_t>call.x.shape[0]
-            if call.x.is_contiguous:
-                d.x_stride_bytes = self.shape.hidden * call.x.item_bytes()
-            d.row_bytes = self.shape.hidden * call.x.item_bytes()
-            if call.scales is not None:
-                d.scales, d.num_scales = call.scales.data, <int32_t>epcy_num_scales(self.shape.hidden)
-            if call.topk_weights is not None:
-                d.topk_weights = <float *>call.topk_weights.data
-            if uncached:
-                d.topk_idx, d.is_int64, d.lane_ids_out = call.topk_idx.data, call.topk_idx.kind == KIND_INT64, handle.lane_ids
-            else:
-                d.lane_ids, d.is_int64, d.cached = handle.lane_ids, 1, 1
-            d.limit = <int32_t>min(handle.num_worst_tokens or self.shape.num_rows, 2**31 - 1)
-            d.fill_to = <int32_t>handle.num_worst_tokens
-            d.header = <int32_t>(self.header(OP_DISPATCH, call.x, handle, call.topk_weights is not None, not uncached)
-                                 | <uint32_t>(not uncached) << 7 | <uint32_t>area << 30 | (EPCY_HEADER_WAITS if waits else 0))
-            d.num_peer_blocks, d.num_own_blocks = self.dispatch_peer_blocks, self.dispatch_own_blocks
-            d.num_copy_blocks, d.alignment = self.dispatch_copy_blocks, <int32_t>handle.expert_alignment
-            if waits:
-                d.peers.ticket = self.next_ticket()
+            self.fill(&d, call, handle, area, waits)
             if handle.layout == "expert":
                 check(epcy_cuda_launch_dispatch_expert(&d, <void *>stream), "launching dispatch")
             else:
                 check(epcy_cuda_launch_dispatch(&d, <void *>stream), "launching dispatch")
-            counts = handle.counts
+            event = self.end(call, stream, capturing,
+                             [call.x.owner, call.topk_idx, call.topk_weights, call.scales, handle])
             if waits:
                 self.wait_report(d.peers.ticket, 0, self.num_ranks, handle.experts.size, "dispatch")
                 handle.num_rows = <uint32_t>self.mapped.report.num_rows
-                counts = handle.counts = [<uint32_t>experts[i] for i in range(handle.experts.size)]
+                handle.counts = [<uint32_t>experts[i] for i in range(handle.experts.size)]
             elif uncached:
                 handle.num_rows = call.num_worst_tokens
-            if call.out is None:
-                r = self.result(call, handle, area, counts, None)
-            else:
-                with self.xp.cuda.Stream.from_external(Foreign(stream)):
-                    r = self.result(call, handle, area, counts, None)
-            r.event = self.end(call, stream, capturing, [call.x.owner, call.topk_idx, call.topk_weights, call.scales, handle])
             if uncached and not capturing:
-                handle.event = r.event
+                handle.event = event
+            if call.out is None:
+                return self.result(call, handle, area, handle.counts, event)
+            with self.xp.cuda.Stream.from_external(Foreign(stream)):    # the copies come after the kernel
+                r = self.result(call, handle, area, handle.counts, event)
+            event.record(stream)
+            if stream != call.stream and not call.async_finish:
+                check(epcy_cuda_event_wait(event.event, <void *>call.stream), "cudaStreamWaitEvent")
             return r
         finally:
             epcy_cuda_set_device(previous, NULL)
@@ -357,7 +358,8 @@ cdef class NvshmemBackend(Backend):
             if call.out_weights is not None and call.weights_offset < 0:
                 call.weights_offset = self.heap_layout.combine[call.area] + self.area.topk_weights
                 check(epcy_cuda_stage(area + self.area.topk_weights, call.topk_weights.data, call.topk_weights.shape[0],
-                                      self.shape.num_topk * 4, self.shape.num_topk * 4, <void *>stream), "staging weights")
+                                      self.shape.num_topk * 4, self.shape.num_topk * 4, <void *>stream),
+                      "staging weights")
             memset(&c, 0, sizeof(c))
             c.peers, c.pos, c.num_tokens = self.peers, handle.routing.pos, <int32_t>handle.num_tokens
             c.out, c.row_bytes, c.dtype = call.out.data, row_bytes, call.x.kind
@@ -371,7 +373,8 @@ cdef class NvshmemBackend(Backend):
             c.header = <int32_t>self.header(OP_COMBINE, call.x, handle, call.topk_weights is not None, True)
             if by_expert:
                 self.place_sums(&c, call, stream)
-                check(epcy_cuda_launch_combine_expert(&c, self.combine_expert_blocks, <void *>stream), "launching combine")
+                check(epcy_cuda_launch_combine_expert(&c, self.combine_expert_blocks, <void *>stream),
+                      "launching combine")
             else:
                 check(epcy_cuda_launch_combine(&c, self.combine_blocks, <void *>stream), "launching combine")
             if call.consumed >= 0:
@@ -380,14 +383,15 @@ cdef class NvshmemBackend(Backend):
             r.combined_x = call.out.owner
             if call.out_weights is not None:
                 r.combined_topk_weights = call.out_weights.owner
-            r.event = self.end(call, stream, capturing, [call.x.owner, call.topk_weights, call.bias0, call.bias1, call.out,
+            r.event = self.end(call, stream, capturing, [call.x.owner, call.topk_weights, call.bias0, call.bias1,
+                                                         call.out,
                                                          call.out_weights, handle])
             return r
         finally:
             epcy_cuda_set_device(previous, NULL)
 
     def prepare_combine(self, CombineCall call):
-        """In the expert layout x is read where it lies; its sums go to a combine area, or over x if no other is free."""
+        """In the expert layout x is read where it lies; sums go to a combine area, or over x if no other is free."""
         cdef int i
         cdef int64_t at
         if call.handle.layout == "rank":
@@ -402,8 +406,8 @@ cdef class NvshmemBackend(Backend):
         if call.area < 0:
             call.area, call.x_offset = call.consumed, self.offset_in_heap(call.x)
             if call.x_offset < 0:
-                raise StateError(f"x: both combine areas are given out by combine_input, and x is neither of them (rank "
-                                 f"{self.rank}); combine one of those first")
+                raise StateError(f"x: both combine areas are given out by combine_input, and x is neither of them "
+                                 f"(rank {self.rank}); combine one of those first")
 
     cdef int place_sums(self, epcy_cuda_combine *c, CombineCall call, uintptr_t stream) except -1:
         """Expert layout: say where the rows are, and where their sums and weights go."""
@@ -479,20 +483,18 @@ cdef class NvshmemBackend(Backend):
             except BaseException:
                 self.break_off()
                 raise
-            dead = [r for r in range(self.num_ranks) if self.identities[r].is_dead()]
+            dead = self.dead(range(self.num_ranks))
             if dead:
                 self.break_off()
                 bound_exit()
-                raise PeerTimeoutError(f"{op} on rank {self.rank}: rank {dead[0]} (pid {self.identities[dead[0]].pid}) has "
-                                       f"ended; dead ranks: {dead}. This Buffer cannot go on; look for that rank's own "
-                                       "error and restart the job", dead, "arrival", 0)
+                raise verdicts.ended(op, self.num_calls, self.rank, dead, self.identities[dead[0]].pid, "arrival")
             if time.monotonic() - start > 2 * self.timeout + 10:
                 self.break_off()
                 raise BackendError(f"{op} on rank {self.rank}: the kernel neither ended nor gave up within "
                                    f"{time.monotonic() - start:.1f} s; see cuda-gdb or compute-sanitizer", "CUDA", 0)
-        verdicts = [<uint32_t>self.mapped.report.verdict[first_rank + r] for r in range(num_ranks)]
-        if max(verdicts) != EPCY_VERDICT_OK:
-            self.fail(op, verdicts)
+        outcomes = [<uint32_t>self.mapped.report.verdict[first_rank + r] for r in range(num_ranks)]
+        if max(outcomes) != EPCY_VERDICT_OK:
+            self.fail(op, outcomes)
 
     def break_off(self):
         """Make the kernels that wait give up."""
@@ -517,44 +519,41 @@ cdef class NvshmemBackend(Backend):
         check(epcy_cuda_fetch(&raw[0], self.start + offset, raw.shape[0]), "cudaMemcpy")
         return out
 
-    def fail(self, op, verdicts):
+    def fail(self, op, outcomes):
         """Raise what made a call fail for which the host waited."""
         cdef int64_t R = self.num_ranks, C = EPCY_NUM_CHUNKS
-        verdict = max(verdicts)
+        verdict = max(outcomes)
         if verdict == EPCY_VERDICT_BROKEN:
-            raise self.late_error() or StateError(f"{op}: an earlier call on this Buffer did not end (rank {self.rank}); "
-                                                  "call reset() on all ranks first")
-        self.settle_last(op)
-        half = int(self.fetch(self.peers.control.local, 1, np.uint32)[0]) & 1
-        headers = self.fetch(self.peers.control.headers + half * R * EPCY_NUM_HEADERS * 8, R * EPCY_NUM_HEADERS, np.uint64)
+            raise self.late_error() or StateError(f"{op}: an earlier call on this Buffer did not end (rank "
+                                                  f"{self.rank}); call reset() on all ranks first")
+        self.settle(op)
+        epoch = int(self.fetch(self.peers.control.local, 1, np.uint32)[0])
+        half = epoch & 1
+        headers = self.fetch(self.peers.control.headers + half * R * EPCY_NUM_HEADERS * 8, R * EPCY_NUM_HEADERS,
+                             np.uint64)
         headers = (headers & np.uint64(0xFFFFFFFF)).astype(np.int64).reshape(R, EPCY_NUM_HEADERS)
         if verdict == EPCY_VERDICT_REFUSED:
             rank = int(np.nonzero(headers[:, 0] & EPCY_HEADER_REFUSED)[0][0])
-            text = self.fetch(self.peers.control.text + (half * R + rank) * EPCY_CUDA_TEXT_BYTES, EPCY_CUDA_TEXT_BYTES, np.uint8)
+            text = self.fetch(self.peers.control.text + (half * R + rank) * EPCY_CUDA_TEXT_BYTES,
+                              EPCY_CUDA_TEXT_BYTES, np.uint8)
             raise PeerError(text.tobytes().partition(b"\0")[0].decode(errors="replace"), [rank])
         if verdict == EPCY_VERDICT_MISMATCH:
-            raise mismatch(op, headers[:, 0].tolist())
+            raise verdicts.mismatch(epoch, [(h & 7, h >> 3 & 7, h >> 6 & 1, h >> 7 & 1, h >> 8 & 1, h >> 9 & 1023,
+                                             h >> 19 & 511) for h in headers[:, 0].tolist()])
         counts = self.fetch(self.peers.control.counts + half * R * C * R * 8, R * C * R, np.uint64)
         counts = (counts & np.uint64(0xFFFFFFFF)).astype(np.int64).reshape(R, C, R)
         if verdict == EPCY_VERDICT_BAD_ID:
             rank, chunk = (int(i) for i in np.argwhere(counts[:, :, 0] & EPCY_COUNT_BAD)[0])
             slot = self.fetch(self.peers.control.bad + ((half * R + rank) * C + chunk) * 32, 3, np.int64).tolist()
-            text = bad_id(rank, *slot, self.shape.num_experts)
-            raise ArgumentError(text) if rank == self.rank else PeerError(f"rank {rank} refused {op}: {text}", [rank])
-        rank = verdicts.index(EPCY_VERDICT_OVERFLOW)
+            error = verdicts.bad_id(rank, *slot, self.shape.num_experts)
+            raise error if rank == self.rank else PeerError(f"rank {rank} refused {op} (call {epoch}): {error}", [rank])
+        rank = outcomes.index(EPCY_VERDICT_OVERFLOW)
         rows, limit = int((counts[:, :, rank] & 0x7FFFFFFF).sum()), int(headers[rank, 1])
         if headers[rank, 0] >> 6 & 1:       # expert layout: rows are not tokens
             at = self.peers.control.marks + ((half * R + rank) * EPCY_NUM_MARKS + EPCY_MARK_ROWS) * 8
             rows = int(self.fetch(at, 1, np.uint64)[0]) & 0xFFFFFFFF
-        text = (f"num_max_recv_tokens: rank {rank} would receive {rows} rows in {op}, its receive area holds {limit}; "
-                f"construct the Buffer with num_max_recv_tokens={rows} or more")
+        text = verdicts.no_room_for_rows(epoch, rank, rows, limit)
         raise CapacityError(text) if rank == self.rank else PeerError(text, [rank])
-
-    def settle_last(self, op):
-        """The call that failed has no event yet: mark the end of its stream."""
-        import cupy
-        cupy.cuda.get_current_stream().synchronize()
-        self.settle(op)
 
     cdef object late_error(self):
         """What a kernel reported for which the host did not wait, once; or None."""
@@ -564,20 +563,20 @@ cdef class NvshmemBackend(Backend):
             self.broken = True
             phase, peer = PHASES[r.phase], r.peer
             error = PeerTimeoutError(
-                f"call {r.epoch} on rank {self.rank}: gave up after {self.timeout:g} s (timeout={self.timeout:g} s); waited "
-                f"for rank {peer} (pid {self.identities[peer].pid}) in phase {phase}, expected epoch {r.expected >> 32}, "
-                f"seen {r.seen >> 32}. Find out what keeps rank {peer}, or give a larger timeout; reset() on all ranks "
-                "makes this Buffer usable again", [peer], phase, r.epoch)
+                f"call {r.epoch} on rank {self.rank}: gave up after {self.timeout:g} s (timeout={self.timeout:g} s); "
+                f"waited for ranks [{peer}] in phase {phase}, expected {r.expected >> 32}, seen [{r.seen >> 32}]: rank "
+                f"{peer} (pid {self.identities[peer].pid}). Find out what keeps rank {peer}, or give a larger timeout; "
+                "reset() on all ranks makes this Buffer usable again", [peer], phase, r.epoch)
             r.expired = 0
         elif r.late_verdict == EPCY_VERDICT_REFUSED:
             error = PeerError((<bytes>r.late_text).decode(errors="replace"), [r.late_rank])
         elif r.late_verdict == EPCY_VERDICT_MISMATCH:
-            error = MismatchError(f"operation: the ranks disagreed about a call that rank {self.rank} did not wait for; every "
-                                  "rank must make the same calls on a Buffer in the same order")
+            error = MismatchError(f"operation: the ranks disagreed about a call that rank {self.rank} did not wait for"
+                                  "; every rank must make the same calls on a Buffer in the same order")
         elif r.bad_epoch:
-            error = ArgumentError(bad_id(self.rank, r.bad_token, r.bad_lane, r.bad_value, self.shape.num_experts))
+            error = verdicts.bad_id(self.rank, r.bad_token, r.bad_lane, r.bad_value, self.shape.num_experts)
         elif r.late_rows:
-            error = CapacityError(too_many(self.rank, r.late_rows, r.late_limit))
+            error = verdicts.dropped(self.num_calls, self.rank, r.late_rows, r.late_limit)
         r.late_verdict = r.bad_epoch = 0
         r.late_rows = 0
         return error
@@ -650,23 +649,3 @@ class Foreign:
 
     def __cuda_stream__(self):
         return 0, self.address
-
-
-def bad_id(rank, token, lane, value, num_experts):
-    return (f"topk_idx[{token}, {lane}]: expected an expert id in 0..{num_experts - 1} or -1, got {value} (rank {rank}, "
-            f"token {token}, lane {lane})")
-
-
-def mismatch(op, headers):
-    """Say in which field of their headers the ranks differ."""
-    fields = (("operation", 0, 7, lambda v: f"in {OPERATIONS[v]}"), ("x.dtype", 3, 7, lambda v: PAYLOADS[v]),
-              ("layout", 6, 1, lambda v: LAYOUTS[v]), ("handle", 7, 1, lambda v: ("not given", "given")[v]),
-              ("topk_weights", 8, 1, lambda v: ("not given", "given")[v]), ("expert_alignment", 9, 1023, str),
-              ("handle", 19, 511, lambda v: f"that of call {v}"))
-    for name, shift, mask, show in fields:
-        values = [h >> shift & mask for h in headers]
-        if any(value != values[0] for value in values):
-            break
-    shown = ", ".join(f"rank {rank}: {show(value)}" for rank, value in enumerate(values))
-    return MismatchError(f"{name}: the ranks disagree in {op}: {shown}; every rank must make the same calls on a Buffer in "
-                         "the same order")

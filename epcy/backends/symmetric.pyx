@@ -12,7 +12,7 @@ from epcy.backends.cuda cimport (
 from epcy.layout cimport EPCY_PAGE_BYTES, epcy_round_up
 
 from epcy.backends import bootstrap
-from epcy.errors import ArgumentError, BackendError, BackendUnavailableError, HeapError, NotSupportedError, StateError
+from epcy.errors import BackendError, BackendUnavailableError, HeapError, NotSupportedError
 
 VERSION = (3, 4)                # built against it; the structures of another minor version differ
 INITIALIZED = 2                 # nvshmemx_init_status() of a usable library
@@ -145,8 +145,8 @@ def allocate(comm, int64_t nbytes, timeout):
             offset = at + size
         error, place = None, offset
         if offset + nbytes > _runtime.arena_bytes:
-            error = HeapError(f"comm: a Buffer of a part of the ranks takes its {nbytes} bytes from the arena, which has "
-                              f"{_runtime.arena_bytes} ({sum(size for _, size in _runtime.used)} in use); call "
+            error = HeapError(f"comm: a Buffer of a part of the ranks takes its {nbytes} bytes from the arena, which "
+                              f"has {_runtime.arena_bytes} ({sum(size for _, size in _runtime.used)} in use); call "
                               f"epcy.init(heap_bytes=...) with more on all ranks before the first Buffer")
         offsets = bootstrap.exchange(comm, offset, error, timeout, "Buffer()")
         _runtime.used = sorted([*_runtime.used, (offset, nbytes)])

@@ -28,11 +28,21 @@ def late(
     timeout: float,
 ) -> PeerTimeoutError:
     """Return the error of a wait that did not end: `culprits` are late, `gone` gave up themselves."""
-    gave_up = f"rank {gone[0]} gave up" if gone and waited < timeout else "gave up"
+    if gone and all(
+        word >= expected for word in seen
+    ):  # nobody is late: this rank was, and they left without it
+        happened = f"rank {gone[0]} gave up before this rank came (timeout={timeout:g} s)"
+        remedy = f"Find out what kept rank {rank}"
+    else:
+        gave_up = f"rank {gone[0]} gave up" if gone and waited < timeout else "gave up"
+        happened = (
+            f"{gave_up} {waited:.2f} s into this wait (timeout={timeout:g} s); waited for ranks {culprits} in phase "
+            f"{phase}, expected {expected}, seen {seen}"
+        )
+        remedy = f"Find out what keeps rank {culprits[0]}"
     return PeerTimeoutError(
-        f"{operation} (call {epoch}) on rank {rank}: {gave_up} {waited:.2f} s into this wait (timeout={timeout:g} s); "
-        f"waited for ranks {culprits} in phase {phase}, expected {expected}, seen {seen}: {where}. Find out what keeps "
-        f"rank {culprits[0]}, or give a larger timeout; reset() on all ranks makes this Buffer usable again",
+        f"{operation} (call {epoch}) on rank {rank}: {happened}: {where}. {remedy}, or give a larger timeout; reset() "
+        "on all ranks makes this Buffer usable again",
         culprits,
         phase,
         epoch,
@@ -76,11 +86,14 @@ def mismatch(epoch: int, records: Sequence[Record]) -> MismatchError:
     )
 
 
-def bad_id(rank: int, token: int, lane: int, value: int, num_bad: int, num_experts: int) -> ArgumentError:
-    """Return the error of ids in topk_idx that name no expert; the first of them is shown."""
+def bad_id(
+    rank: int, token: int, lane: int, value: int, num_experts: int, num_bad: int | None = None
+) -> ArgumentError:
+    """Return the error of ids in topk_idx that name no expert: one of them, and their number where it is known."""
+    more = "" if num_bad is None else f"; {num_bad} such ids in all"
     return ArgumentError(
         f"topk_idx[{token}, {lane}]: expected an expert id in 0..{num_experts - 1} or -1, got {value} (rank {rank}, "
-        f"token {token}, lane {lane}; {num_bad} such ids in all)"
+        f"token {token}, lane {lane}{more})"
     )
 
 

@@ -11,11 +11,12 @@
 
 #include "epcy/layout.h"
 
-#define EPCY_MAX_RANKS 32 /* of one NVLink domain: a warp looks at all of them at once */
+#define EPCY_MAX_RANKS 32  /* of one NVLink domain: a warp looks at all of them at once */
 #define EPCY_NUM_CHUNKS 32 /* into which a rank's tokens are counted, whatever its T and its grid */
 #define EPCY_NUM_HEADERS 3
 #define EPCY_NUM_MARKS 3
-#define EPCY_MARK_ROWS 2 /* the mark that says how many rows come to a rank in the expert layout; others: Step::together */
+#define EPCY_MARK_ROWS \
+  2 /* the mark that says how many rows come to a rank in the expert layout; others: Step::together */
 #define EPCY_CUDA_TEXT_BYTES 512
 #define EPCY_UNIQUE_ID_BYTES 128
 
@@ -36,20 +37,26 @@
 
 /* What a kernel of a call tells the host, in the low half of a verdict word. */
 enum epcy_verdict { /* the largest that any thread finds counts */
-  EPCY_VERDICT_OK, EPCY_VERDICT_OVERFLOW, EPCY_VERDICT_BAD_ID, EPCY_VERDICT_MISMATCH, EPCY_VERDICT_REFUSED, EPCY_VERDICT_BROKEN };
+                    EPCY_VERDICT_OK,
+                    EPCY_VERDICT_OVERFLOW,
+                    EPCY_VERDICT_BAD_ID,
+                    EPCY_VERDICT_MISMATCH,
+                    EPCY_VERDICT_REFUSED,
+                    EPCY_VERDICT_BROKEN
+};
 
 /* Offsets inside the control region of a rank (symmetric: the same on all ranks). */
 typedef struct epcy_control {
-  int64_t headers;   /* u64 [2][R][3]: from each rank */
-  int64_t done;      /* u64 [2][R] */
-  int64_t counts;    /* u64 [2][R][C][R]: rows that source s sends from chunk c to rank d */
-  int64_t experts;   /* u64 [2][R][C][L]: lanes of chunk c of source s for my local expert */
-  int64_t starts;    /* u64 [2][C][E]: first row of my chunk c at each expert (expert layout) */
-  int64_t bad;       /* int64 [2][R][C][4]: token, lane, value of a chunk's first bad id */
-  int64_t text;      /* char [2][R][512] */
-  int64_t marks;     /* u64 [2][R][3]: how far a rank has come in a call; see EPCY_MARK_ROWS */
-  int64_t resets;    /* u64 [2][R]: (round, epoch) of the two rounds of reset */
-  int64_t local;     /* epcy_local: nobody else touches it */
+  int64_t headers; /* u64 [2][R][3]: from each rank */
+  int64_t done;    /* u64 [2][R] */
+  int64_t counts;  /* u64 [2][R][C][R]: rows that source s sends from chunk c to rank d */
+  int64_t experts; /* u64 [2][R][C][L]: lanes of chunk c of source s for my local expert */
+  int64_t starts;  /* u64 [2][C][E]: first row of my chunk c at each expert (expert layout) */
+  int64_t bad;     /* int64 [2][R][C][4]: token, lane, value of a chunk's first bad id */
+  int64_t text;    /* char [2][R][512] */
+  int64_t marks;   /* u64 [2][R][3]: how far a rank has come in a call; see EPCY_MARK_ROWS */
+  int64_t resets;  /* u64 [2][R]: (round, epoch) of the two rounds of reset */
+  int64_t local;   /* epcy_local: nobody else touches it */
   int64_t bytes;
 } epcy_control;
 
@@ -78,9 +85,9 @@ EPCY_INLINE epcy_control epcy_control_layout(const epcy_shape *s) {
 
 /* What kernels tell the host of their rank: mapped host memory. Words that the host waits for carry the ticket of its
  * call above and a value below; epochs it cannot know, since graphs take steps of their own. */
-typedef struct epcy_report { /* its definition must not depend on the Buffer */
-  uint64_t num_rows;                 /* rows that come to this rank */
-  uint64_t verdict[EPCY_MAX_RANKS];  /* by destination */
+typedef struct epcy_report {        /* its definition must not depend on the Buffer */
+  uint64_t num_rows;                /* rows that come to this rank */
+  uint64_t verdict[EPCY_MAX_RANKS]; /* by destination */
   /* The first wait that expired: written once, read when a call fails. */
   uint32_t expired, phase, peer, epoch;
   uint64_t expected, seen;
@@ -88,7 +95,7 @@ typedef struct epcy_report { /* its definition must not depend on the Buffer */
   uint32_t bad_epoch, unused;
   int64_t bad_token, bad_lane, bad_value;
   uint32_t late_verdict, late_rank; /* of a call whose host did not wait and which failed; who refused */
-  uint64_t late_rows, late_limit;     /* rows that came where there was room for fewer */
+  uint64_t late_rows, late_limit;   /* rows that came where there was room for fewer */
   char late_text[EPCY_CUDA_TEXT_BYTES];
   /* followed by u64 experts[L]: lanes for each local expert */
 } epcy_report;
@@ -107,7 +114,14 @@ typedef struct epcy_peers {
   uint32_t unused;
 } epcy_peers;
 
-enum epcy_cuda_phase { EPCY_CUDA_HEADERS = 1, EPCY_CUDA_COUNTS, EPCY_CUDA_STARTS, EPCY_CUDA_DATA, EPCY_CUDA_COMPLETION, EPCY_CUDA_RESET };
+enum epcy_cuda_phase {
+  EPCY_CUDA_HEADERS = 1,
+  EPCY_CUDA_COUNTS,
+  EPCY_CUDA_STARTS,
+  EPCY_CUDA_DATA,
+  EPCY_CUDA_COMPLETION,
+  EPCY_CUDA_RESET
+};
 
 /* A handle's arrays on the device. */
 typedef struct epcy_cuda_routing {
@@ -118,9 +132,9 @@ typedef struct epcy_cuda_routing {
   int64_t *num_recv;    /* [1]: rows that come to this rank, unclipped */
   int64_t *experts;     /* [L]: lanes for each local expert */
   /* Expert layout. */
-  int32_t *lane_row;    /* [T][K]: the lane's row at its expert's rank, or -1 */
-  int32_t *links;       /* [rows]: how this rank's rows hang together, see links.cuh; NULL where K is 1 */
-  int64_t *offsets;     /* [L + 1]: where the local experts' groups start */
+  int32_t *lane_row; /* [T][K]: the lane's row at its expert's rank, or -1 */
+  int32_t *links;    /* [rows]: how this rank's rows hang together, see links.cuh; NULL where K is 1 */
+  int64_t *offsets;  /* [L + 1]: where the local experts' groups start */
 } epcy_cuda_routing;
 
 /* A dispatch. */
@@ -128,15 +142,16 @@ typedef struct epcy_cuda_dispatch {
   epcy_peers peers;
   epcy_cuda_routing routing;
   const char *x;
-  const char *scales;       /* NULL, or (T, num_scales) float32, contiguous */
-  const void *topk_idx;     /* uncached: (T, K) */
+  const char *scales;        /* NULL, or (T, num_scales) float32, contiguous */
+  const void *topk_idx;      /* uncached: (T, K) */
   const float *topk_weights; /* NULL, or (T, K) */
-  const int64_t *lane_ids;  /* cached: (T, K) int64 as given to the first dispatch, bad ids as -1 */
-  int64_t *lane_ids_out;    /* uncached: where to keep them */
+  const int64_t *lane_ids;   /* cached: (T, K) int64 as given to the first dispatch, bad ids as -1 */
+  int64_t *lane_ids_out;     /* uncached: where to keep them */
   int64_t x_stride_bytes, row_bytes;
   int32_t num_scales, num_tokens, is_int64, header, limit, fill_to, cached;
   int32_t num_peer_blocks, num_own_blocks; /* blocks for each other rank, and for this one */
-  int32_t num_copy_blocks, alignment;      /* expert layout: blocks that only copy what came; rows that groups are padded to */
+  int32_t num_copy_blocks,
+      alignment; /* expert layout: blocks that only copy what came; rows that groups are padded to */
 } epcy_cuda_dispatch;
 
 /* A combine by pulling rows: in the expert layout, sums of a token's rows that its experts' rank makes first. */
@@ -168,9 +183,9 @@ int epcy_cuda_num_devices(int *count);
 int epcy_cuda_set_device(int device, int *previous);
 int epcy_cuda_mapped(int64_t bytes, void **host, void **device);
 void epcy_cuda_unmap(void *host);
-int epcy_cuda_zero(void *device, int64_t bytes); /* and wait */
+int epcy_cuda_zero(void *device, int64_t bytes);                    /* and wait */
 int epcy_cuda_fetch(void *host, const void *device, int64_t bytes); /* on a stream of its own; waits for nothing else */
-int epcy_cuda_put(void *device, const void *host, int64_t bytes);    /* likewise */
+int epcy_cuda_put(void *device, const void *host, int64_t bytes);   /* likewise */
 int epcy_cuda_stage(void *to, const void *from, int64_t rows, int64_t row_bytes, int64_t stride_bytes, void *stream);
 int epcy_cuda_stream(void **stream);
 void epcy_cuda_stream_free(void *stream);
@@ -191,7 +206,8 @@ void *epcy_nvshmem_ptr(const void *p, int pe);
 void epcy_nvshmem_finalize(void);
 
 /* Look until every word of a dispatch (or with num_experts 0 of another call: verdict[rank] alone) has come, at most slice_ns. */
-int epcy_cuda_poll(const epcy_report *report, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, int64_t slice_ns, int *done);
+int epcy_cuda_poll(const epcy_report *report, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts,
+                   int64_t slice_ns, int *done);
 
 /* Prepare kernels on the current device: raise their shared-memory limit, load their code. */
 int epcy_cuda_load(void);

@@ -12,19 +12,23 @@ EPCY_DEVICE void pull_weights(const Step &s, const epcy_cuda_combine &a) {
     const int owner = id < 0 ? -1 : (int)epcy_rank_of_expert(id, L);
     const int row = owner < 0 ? -1 : a.pos[token * s.num_ranks + owner];
     float w = 0.0f;
-    if (row >= 0) w = load_foreign((const float *)(a.peers.base[owner] + (int64_t)s.header_value(owner, 2) * 128) + (int64_t)row * K + (q - token * K));
+    if (row >= 0)
+      w = load_foreign((const float *)(a.peers.base[owner] + (int64_t)s.header_value(owner, 2) * 128) +
+                       (int64_t)row * K + (q - token * K));
     a.out_weights[q] = w;
   }
 }
 
-template <int Dtype> __global__ void __launch_bounds__(kThreads, 1) combine_rows(const __grid_constant__ epcy_cuda_combine a, int num_stages) {
+template <int Dtype>
+__global__ void __launch_bounds__(kThreads, 1)
+    combine_rows(const __grid_constant__ epcy_cuda_combine a, int num_stages) {
   extern __shared__ __align__(128) char ring[];
   combine<Dtype>(a, num_stages, ring, [&a](const Step &s, int *) {
     if (a.out_weights) pull_weights(s, a);
   });
 }
 
-}  // namespace
+} // namespace
 
 extern "C" int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_sms, void *stream) {
   return launch_combine(combine_rows<kBf16>, combine_rows<kFp16>, combine_rows<kFp32>, call, num_sms, stream);

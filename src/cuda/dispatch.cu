@@ -14,7 +14,8 @@ EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, const P
     const int n = pl.n[k];
     if (!a.cached) {
       const int listed = a.routing.chunk_count[pl.d * C + c];
-      for (int i = me; i < listed; i += kOthers) a.routing.pos[(int64_t)list[i] * s.num_ranks + pl.d] = i < n ? pl.base[k] + i : -1;
+      for (int i = me; i < listed; i += kOthers)
+        a.routing.pos[(int64_t)list[i] * s.num_ranks + pl.d] = i < n ? pl.base[k] + i : -1;
     }
     if (!moves) continue;
     for (int q = me; q < n * K; q += kOthers) {
@@ -32,12 +33,14 @@ EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, const P
       const int per_row = a.num_scales / 4;
       for (int q = me; q < n * per_row; q += kOthers) {
         const int i = q / per_row, v = q - i * per_row;
-        ((float4 *)scales)[(int64_t)(pl.base[k] + i) * per_row + v] = ((const float4 *)a.scales)[(int64_t)list[i] * per_row + v];
+        ((float4 *)scales)[(int64_t)(pl.base[k] + i) * per_row + v] =
+            ((const float4 *)a.scales)[(int64_t)list[i] * per_row + v];
       }
     } else if (a.scales) {
       for (int q = me; q < n * a.num_scales; q += kOthers) {
         const int i = q / a.num_scales, v = q - i * a.num_scales;
-        scales[(int64_t)(pl.base[k] + i) * a.num_scales + v] = ((const float *)a.scales)[(int64_t)list[i] * a.num_scales + v];
+        scales[(int64_t)(pl.base[k] + i) * a.num_scales + v] =
+            ((const float *)a.scales)[(int64_t)list[i] * a.num_scales + v];
       }
     }
   }
@@ -68,11 +71,13 @@ EPCY_DEVICE void fill_rows(const epcy_cuda_dispatch &a, const Place &pl, char *a
   const int K = (int)a.peers.shape.num_topk, me = threadIdx.x - 32 * kMoverWarps;
   int64_t *idx = (int64_t *)(area + a.peers.area.topk_idx);
   float *weights = (float *)(area + a.peers.area.topk_weights);
-  for (int64_t i = rows * K + pl.j * kOthers + me; i < (int64_t)a.fill_to * K; i += pl.g * kOthers) idx[i] = -1, weights[i] = 0.0f;
+  for (int64_t i = rows * K + pl.j * kOthers + me; i < (int64_t)a.fill_to * K; i += pl.g * kOthers)
+    idx[i] = -1, weights[i] = 0.0f;
 }
 
 template <typename Id>
-__global__ void __launch_bounds__(kThreads, 1) dispatch_rows(const __grid_constant__ epcy_cuda_dispatch a, const MoverShape shape) {
+__global__ void __launch_bounds__(kThreads, 1)
+    dispatch_rows(const __grid_constant__ epcy_cuda_dispatch a, const MoverShape shape) {
   extern __shared__ __align__(128) char dynamic[];
   __shared__ Place pl;
   __shared__ int verdict, lower, total, own[C], warp_total[kThreads / 32];
@@ -101,7 +106,8 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_rows(const __grid_consta
   if (!a.cached && verdict == EPCY_VERDICT_OK) find_bases(s, pl.d, &verdict, &lower, &total, own);
   const uint32_t theirs = s.header_value(pl.d, 0), limit = s.header_value(pl.d, 1);
   if (threadIdx.x == 0 && !a.cached) {
-    if (verdict == EPCY_VERDICT_OK && (theirs & EPCY_HEADER_WAITS) && (uint32_t)total > limit) verdict = EPCY_VERDICT_OVERFLOW;
+    if (verdict == EPCY_VERDICT_OK && (theirs & EPCY_HEADER_WAITS) && (uint32_t)total > limit)
+      verdict = EPCY_VERDICT_OVERFLOW;
     int base = lower;
     for (int c = 0, k = 0; c < C; c++) {
       const int n = verdict == EPCY_VERDICT_OK ? own[c] : 0, room = (int)limit - base;
@@ -142,12 +148,13 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_rows(const __grid_consta
   } else {
     if (pl.d == s.me && moves && !a.cached) sum_experts(s, a, pl);
     write_lanes(s, a, pl, area, moves);
-    if (pl.d == s.me && verdict != EPCY_VERDICT_BROKEN) fill_rows(a, pl, area, !moves ? 0 : a.cached ? *a.routing.num_recv : total);
+    if (pl.d == s.me && verdict != EPCY_VERDICT_BROKEN)
+      fill_rows(a, pl, area, !moves ? 0 : a.cached ? *a.routing.num_recv : total);
   }
   s.finish();
 }
 
-}  // namespace
+} // namespace
 
 extern "C" int epcy_cuda_launch_dispatch(const epcy_cuda_dispatch *call, void *stream) {
   const int64_t hist_bytes = epcy_num_local_experts(&call->peers.shape) * 4;

@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-constexpr int kSharedBytes = 224 * 1024;  // of the 227 KB that a block of sm_90 may have
+constexpr int kSharedBytes = 224 * 1024; // of the 227 KB that a block of sm_90 may have
 
 // Once a kernel and device: raise the limit, and load the code.
 template <typename Kernel> int allow_shared(Kernel kernel) {
@@ -12,7 +12,9 @@ template <typename Kernel> int allow_shared(Kernel kernel) {
   cudaFuncAttributes attributes;
   if (e == cudaSuccess) e = cudaFuncGetAttributes(&attributes, kernel);
   most -= (int)attributes.sharedSizeBytes;
-  if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most < kSharedBytes ? most : kSharedBytes);
+  if (e == cudaSuccess)
+    e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             most < kSharedBytes ? most : kSharedBytes);
   return e;
 }
 
@@ -28,7 +30,8 @@ inline bool has_bulk_copies() {
 template <typename... Args, typename... Given>
 int launch_together(void (*kernel)(Args...), int grid, int block, size_t shared, void *stream, Given... given) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid), config.blockDim = dim3(block), config.dynamicSmemBytes = shared, config.stream = (cudaStream_t)stream;
+  config.gridDim = dim3(grid), config.blockDim = dim3(block), config.dynamicSmemBytes = shared,
+  config.stream = (cudaStream_t)stream;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeCooperative, attribute.val.cooperative = 1;
   config.attrs = &attribute, config.numAttrs = 1;

@@ -7,7 +7,9 @@
 struct MoverShape {
   int num_warps, num_stages, stage_bytes;
   __host__ __device__ int64_t ring_bytes() const { return (int64_t)num_warps * num_stages * stage_bytes; }
-  __host__ __device__ int64_t bytes() const { return ring_bytes() + num_warps * num_stages * 24; }  // + barrier, address, size
+  __host__ __device__ int64_t bytes() const {
+    return ring_bytes() + num_warps * num_stages * 24;
+  } // + barrier, address, size
 };
 
 inline MoverShape mover_shape(int64_t row_bytes, int num_warps, int64_t reserved_bytes) {
@@ -21,7 +23,7 @@ inline MoverShape mover_shape(int64_t row_bytes, int num_warps, int64_t reserved
 }
 
 struct Mover {
-  static constexpr int kLag = 2;  // stores whose shared memory may still be read when a stage is filled again
+  static constexpr int kLag = 2; // stores whose shared memory may still be read when a stage is filled again
   char *ring;
   uint64_t *full;
   char **destination;
@@ -31,7 +33,8 @@ struct Mover {
 
   // All threads; a block barrier must follow. Warps 0 .. num_warps - 1 are the movers.
   EPCY_DEVICE Mover(char *shared, const MoverShape &shape)
-      : stages(shape.num_stages), stage_bytes(shape.stage_bytes), warps(shape.num_warps), warp(threadIdx.x >> 5), lane(threadIdx.x & 31) {
+      : stages(shape.num_stages), stage_bytes(shape.stage_bytes), warps(shape.num_warps), warp(threadIdx.x >> 5),
+        lane(threadIdx.x & 31) {
     const int all = warps * stages, mine = warp * stages;
     full = (uint64_t *)(shared + shape.ring_bytes()) + mine;
     destination = (char **)(shared + shape.ring_bytes() + 8 * all) + mine;
@@ -52,7 +55,8 @@ struct Mover {
 
   // The same, item i to row row_of(i, list[i]) of `to`; nowhere if that is negative.
   template <typename RowOf>
-  EPCY_DEVICE void scatter(const char *x, int64_t stride_bytes, const int32_t *list, int n, RowOf row_of, char *to, int64_t row_bytes) {
+  EPCY_DEVICE void scatter(const char *x, int64_t stride_bytes, const int32_t *list, int n, RowOf row_of, char *to,
+                           int64_t row_bytes) {
     for (int begin = warp; begin < n; begin += 32 * warps) {
       const int ahead = begin + lane * warps;
       const int token = ahead < n ? list[ahead] : 0, row = ahead < n ? row_of(ahead, token) : -1;
@@ -84,11 +88,11 @@ struct Mover {
 #endif
   }
 
- private:
+private:
 #ifdef EPCY_HAS_BULK
   EPCY_DEVICE void push(const char *src, char *dst, int64_t bytes) {
     const int at = loaded % stages;
-    if (loaded >= stages) bulk_wait_read<kLag>();  // the store of item loaded - stages is at least kLag + 1 back
+    if (loaded >= stages) bulk_wait_read<kLag>(); // the store of item loaded - stages is at least kLag + 1 back
     barrier_expect(full + at, (uint32_t)bytes);
     bulk_load(ring + (int64_t)at * stage_bytes, src, (uint32_t)bytes, full + at);
     destination[at] = dst, size[at] = bytes;

@@ -6,9 +6,11 @@
 #include "epcy/cuda.h"
 #include "ptx.cuh"
 
-enum { kBf16, kFp16, kFp32 };  // the payload kinds of epcy/arrays.pxd
+enum { kBf16, kFp16, kFp32 }; // the payload kinds of epcy/arrays.pxd
 
-EPCY_DEVICE uint32_t round_bf16(float x) { return x != x ? 0x7FC0u : (uint32_t)__bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+EPCY_DEVICE uint32_t round_bf16(float x) {
+  return x != x ? 0x7FC0u : (uint32_t)__bfloat16_as_ushort(__float2bfloat16_rn(x));
+}
 EPCY_DEVICE uint32_t round_fp16(float x) { return x != x ? 0x7E00u : (uint32_t)__half_as_ushort(__float2half_rn(x)); }
 EPCY_DEVICE uint32_t round_fp32(float x) { return x != x ? 0x7FC00000u : __float_as_uint(x); }
 

@@ -45,7 +45,8 @@ EPCY_DEVICE void barrier_init(uint64_t *bar, int count) {
 }
 EPCY_DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 EPCY_DEVICE void barrier_expect(uint64_t *bar, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes)
+               : "memory");
 }
 EPCY_DEVICE void barrier_arrive(uint64_t *bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
@@ -53,7 +54,9 @@ EPCY_DEVICE void barrier_arrive(uint64_t *bar) {
 EPCY_DEVICE bool barrier_try(uint64_t *bar, uint32_t parity) {
   uint32_t ok;
   asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-               : "=r"(ok) : "r"(shared_address(bar)), "r"(parity) : "memory");
+               : "=r"(ok)
+               : "r"(shared_address(bar)), "r"(parity)
+               : "memory");
   return ok;
 }
 // Bulk loads always end (they touch only mapped memory), so this wait needs no limit.
@@ -63,14 +66,19 @@ EPCY_DEVICE void barrier_wait(uint64_t *bar, uint32_t parity) {
 }
 EPCY_DEVICE void bulk_load(void *shared, const void *global, uint32_t bytes, uint64_t *bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bar)) : "memory");
+                   shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(bar))
+               : "memory");
 }
 EPCY_DEVICE void bulk_store(void *global, const void *shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
-               "r"(bytes) : "memory");
+               "r"(bytes)
+               : "memory");
 }
 EPCY_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int N> EPCY_DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
+template <int N> EPCY_DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
 EPCY_DEVICE void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Orders this thread's generic accesses with its asynchronous ones, both ways.
 EPCY_DEVICE void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }

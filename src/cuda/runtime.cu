@@ -49,12 +49,17 @@ static int copy_aside(void *to, const void *from, int64_t bytes, cudaMemcpyKind 
   cudaStreamDestroy(stream);
   return e;
 }
-int epcy_cuda_fetch(void *host, const void *device, int64_t bytes) { return copy_aside(host, device, bytes, cudaMemcpyDeviceToHost); }
-int epcy_cuda_put(void *device, const void *host, int64_t bytes) { return copy_aside(device, host, bytes, cudaMemcpyHostToDevice); }
+int epcy_cuda_fetch(void *host, const void *device, int64_t bytes) {
+  return copy_aside(host, device, bytes, cudaMemcpyDeviceToHost);
+}
+int epcy_cuda_put(void *device, const void *host, int64_t bytes) {
+  return copy_aside(device, host, bytes, cudaMemcpyHostToDevice);
+}
 
 int epcy_cuda_stage(void *to, const void *from, int64_t rows, int64_t row_bytes, int64_t stride_bytes, void *stream) {
   if (rows == 0) return 0;
-  return cudaMemcpy2DAsync(to, (size_t)row_bytes, from, (size_t)stride_bytes, (size_t)row_bytes, (size_t)rows, cudaMemcpyDeviceToDevice, (cudaStream_t)stream);
+  return cudaMemcpy2DAsync(to, (size_t)row_bytes, from, (size_t)stride_bytes, (size_t)row_bytes, (size_t)rows,
+                           cudaMemcpyDeviceToDevice, (cudaStream_t)stream);
 }
 
 int epcy_cuda_stream(void **stream) {
@@ -73,8 +78,12 @@ int epcy_cuda_is_capturing(void *stream, int *yes) {
 
 int epcy_cuda_event(void **event) { return cudaEventCreateWithFlags((cudaEvent_t *)event, cudaEventDisableTiming); }
 void epcy_cuda_event_free(void *event) { cudaEventDestroy((cudaEvent_t)event); }
-int epcy_cuda_event_record(void *event, void *stream) { return cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream); }
-int epcy_cuda_event_wait(void *event, void *stream) { return cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0); }
+int epcy_cuda_event_record(void *event, void *stream) {
+  return cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream);
+}
+int epcy_cuda_event_wait(void *event, void *stream) {
+  return cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0);
+}
 int epcy_cuda_event_query(void *event, int *done) {
   const cudaError_t e = cudaEventQuery((cudaEvent_t)event);
   *done = e == cudaSuccess;
@@ -85,7 +94,8 @@ static bool ticketed(const uint64_t *at, uint32_t ticket) {
   return (uint32_t)(__atomic_load_n(at, __ATOMIC_ACQUIRE) >> 32) == ticket;
 }
 
-int epcy_cuda_poll(const epcy_report *report, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, int64_t slice_ns, int *done) {
+int epcy_cuda_poll(const epcy_report *report, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts,
+                   int64_t slice_ns, int *done) {
   const uint64_t *experts = (const uint64_t *)(report + 1);
   timespec start, now;
   clock_gettime(CLOCK_MONOTONIC, &start);
@@ -97,7 +107,7 @@ int epcy_cuda_poll(const epcy_report *report, uint32_t ticket, int first_rank, i
     for (; rank < num_ranks && ticketed(&report->verdict[first_rank + rank], ticket); rank++)
       all_ok &= (uint32_t)report->verdict[first_rank + rank] == EPCY_VERDICT_OK;
     if (rank == num_ranks) {
-      const int64_t needed = all_ok ? num_experts : 0;  // a call that failed counts nothing
+      const int64_t needed = all_ok ? num_experts : 0; // a call that failed counts nothing
       while (expert < needed && ticketed(&experts[expert], ticket)) expert++;
       if (expert == needed && (needed == 0 || ticketed(&report->num_rows, ticket))) return *done = 1, 0;
     }
@@ -105,7 +115,7 @@ int epcy_cuda_poll(const epcy_report *report, uint32_t ticket, int first_rank, i
       clock_gettime(CLOCK_MONOTONIC, &now);
       const int64_t elapsed = (now.tv_sec - start.tv_sec) * 1000000000ll + now.tv_nsec - start.tv_nsec;
       if (elapsed > slice_ns) return 0;
-      if (elapsed > 2000000) sched_yield();  // long past the usual: ranks may share this core
+      if (elapsed > 2000000) sched_yield(); // long past the usual: ranks may share this core
     }
   }
 }

@@ -9,7 +9,8 @@ struct Text {
 };
 
 // A rank that refuses takes part all the same: its epoch steps, and its header frees everybody who waits.
-__global__ void __launch_bounds__(256, 1) step_alone(const __grid_constant__ epcy_peers peers, uint32_t header, const __grid_constant__ Text text) {
+__global__ void __launch_bounds__(256, 1)
+    step_alone(const __grid_constant__ epcy_peers peers, uint32_t header, const __grid_constant__ Text text) {
   __shared__ int verdict;
   const Step s(peers);
   if (s.broken()) return s.report_broken();
@@ -34,10 +35,12 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
   for (int half = 0; half < 2 && ok; half++) {
     uint64_t seen = 0;
     if (r < R) {
-      store_word_release((uint64_t *)(p.base[r] + p.control.resets) + half * R + p.rank, (uint64_t)round << 32 | local->epoch);
+      store_word_release((uint64_t *)(p.base[r] + p.control.resets) + half * R + p.rank,
+                         (uint64_t)round << 32 | local->epoch);
       const uint64_t start = global_time_ns();
       const uint64_t *at = (const uint64_t *)(p.base[p.rank] + p.control.resets) + half * R + r;
-      while ((uint32_t)((seen = load_word_acquire(at)) >> 32) != round && ok) ok = global_time_ns() - start < (uint64_t)p.timeout_ns;
+      while ((uint32_t)((seen = load_word_acquire(at)) >> 32) != round && ok)
+        ok = global_time_ns() - start < (uint64_t)p.timeout_ns;
       if (!ok) {
         p.report->phase = EPCY_CUDA_RESET, p.report->peer = r, p.report->epoch = local->epoch;
         p.report->expected = (uint64_t)round << 32, p.report->seen = seen;
@@ -53,10 +56,12 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
     }
   }
   __threadfence_system();
-  if (r == 0) *(volatile uint64_t *)&p.report->verdict[p.rank] = (uint64_t)p.ticket << 32 | (ok ? EPCY_VERDICT_OK : EPCY_VERDICT_BROKEN);
+  if (r == 0)
+    *(volatile uint64_t *)&p.report->verdict[p.rank] =
+        (uint64_t)p.ticket << 32 | (ok ? EPCY_VERDICT_OK : EPCY_VERDICT_BROKEN);
 }
 
-}  // namespace
+} // namespace
 
 extern "C" int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream) {
   Text given = {};

@@ -23,18 +23,22 @@ struct Step {
   EPCY_DEVICE uint64_t *done(int on, int from) const {
     return (uint64_t *)(p.base[on] + p.control.done) + set() * num_ranks + from;
   }
-  EPCY_DEVICE uint64_t *counts(int on, int from, int chunk) const {  // [R] by destination
-    return (uint64_t *)(p.base[on] + p.control.counts) + (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * num_ranks;
+  EPCY_DEVICE uint64_t *counts(int on, int from, int chunk) const { // [R] by destination
+    return (uint64_t *)(p.base[on] + p.control.counts) +
+           (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * num_ranks;
   }
-  EPCY_DEVICE uint64_t *experts(int on, int from, int chunk) const {  // [L]
+  EPCY_DEVICE uint64_t *experts(int on, int from, int chunk) const { // [L]
     const int64_t L = epcy_num_local_experts(&p.shape);
-    return (uint64_t *)(p.base[on] + p.control.experts) + (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * L;
+    return (uint64_t *)(p.base[on] + p.control.experts) +
+           (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * L;
   }
-  EPCY_DEVICE uint64_t *starts(int on, int chunk) const {  // [E]
-    return (uint64_t *)(p.base[on] + p.control.starts) + ((int64_t)set() * EPCY_NUM_CHUNKS + chunk) * p.shape.num_experts;
+  EPCY_DEVICE uint64_t *starts(int on, int chunk) const { // [E]
+    return (uint64_t *)(p.base[on] + p.control.starts) +
+           ((int64_t)set() * EPCY_NUM_CHUNKS + chunk) * p.shape.num_experts;
   }
-  EPCY_DEVICE int64_t *bad(int on, int from, int chunk) const {  // token, lane, value
-    return (int64_t *)(p.base[on] + p.control.bad) + (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * 4;
+  EPCY_DEVICE int64_t *bad(int on, int from, int chunk) const { // token, lane, value
+    return (int64_t *)(p.base[on] + p.control.bad) +
+           (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * 4;
   }
   EPCY_DEVICE uint64_t *mark(int on, int from, int which) const {
     return (uint64_t *)(p.base[on] + p.control.marks) + ((int64_t)set() * num_ranks + from) * EPCY_NUM_MARKS + which;
@@ -92,10 +96,14 @@ struct Step {
     }
     __syncthreads();
   }
-  EPCY_DEVICE uint32_t header_value(int rank, int word_of) const { return (uint32_t)load_word(header(me, rank) + word_of); }
+  EPCY_DEVICE uint32_t header_value(int rank, int word_of) const {
+    return (uint32_t)load_word(header(me, rank) + word_of);
+  }
 
   // One thread: a value for the host that waits with this call's ticket.
-  EPCY_DEVICE void tell(uint64_t *at, uint32_t value) const { *(volatile uint64_t *)at = (uint64_t)p.ticket << 32 | value; }
+  EPCY_DEVICE void tell(uint64_t *at, uint32_t value) const {
+    *(volatile uint64_t *)at = (uint64_t)p.ticket << 32 | value;
+  }
 
   // One thread: tell the host how the part of this call that concerns destination `rank` came out.
   EPCY_DEVICE void report(int rank, int verdict) const {
