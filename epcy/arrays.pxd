@@ -40,5 +40,7 @@ cdef Memory memory_at(char *data, Py_ssize_t nbytes, object owner)
 cdef Array describe(object obj, str name)
 cdef Array describe_cuda(object obj, str name, int device)
 cdef object as_cupy(object obj, str name, cupy)
+cdef bint overlap(Array array, char *begin, int64_t nbytes) noexcept
+cdef Array copied(Array array)
 cdef Array with_rows(Array array)
 cdef Array contiguous(Array array)

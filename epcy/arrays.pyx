@@ -83,7 +83,12 @@ cdef class _Capsule:
 
 cdef object from_dlpack(object obj, str name):
     """An ndarray over a DLPack exporter's memory (NumPy's own from_dlpack knows neither bfloat16 nor float8)."""
-    cdef object capsule = obj.__dlpack__()
+    cdef object capsule
+    try:
+        capsule = obj.__dlpack__()
+    except Exception as error:      # a tensor that requires a gradient, a read-only array, ...
+        raise ArgumentError(f"{name}: expected an array that can be read, {type(obj).__name__}.__dlpack__() raised "
+                            f"{type(error).__name__}: {error}") from None
     if not PyCapsule_IsValid(capsule, "dltensor"):
         raise ArgumentError(f"{name}: expected a DLPack capsule named 'dltensor', got {capsule!r}")
     cdef DLTensor *t = &(<DLManagedTensor *>PyCapsule_GetPointer(capsule, "dltensor")).tensor
@@ -98,7 +103,7 @@ cdef object from_dlpack(object obj, str name):
         return np.empty(shape, dtype)
     itemsize = dtype.itemsize
     if t.strides == NULL:
-        strides = tuple([itemsize * n for n in np.cumprod((1, *shape[:0:-1]))[::-1].tolist()])
+        strides = tuple([itemsize * n for n in np.cumprod((1, *shape[:0:-1]))[::-1].tolist()])[:len(shape)]
     else:
         strides = tuple([t.strides[i] * itemsize for i in range(t.ndim)])
     if min(strides, default=0) < 0:
@@ -135,7 +140,7 @@ cdef Array describe(object obj, str name):
     cdef int i
     if interface.nd > 2:
         raise ArgumentError(f"{name}: expected at most 2 dimensions, got shape {a.shape}")
-    if not interface.flags & FLAG_ALIGNED:
+    if not interface.flags & FLAG_ALIGNED and a.dtype in _kinds:       # others, structures say, have no kind anyway
         return describe(np.array(a, order="C"), name)
     array.owner, array.device = a, -1
     array.data = <char *>interface.data
@@ -202,6 +207,27 @@ cdef Array contiguous(Array array):
     if array.device >= 0:
         return describe_cuda(array.owner.copy(order="C"), "", array.device)
     return describe(np.ascontiguousarray(array.owner), "")
+
+
+cdef bint overlap(Array array, char *begin, int64_t nbytes) noexcept:
+    """Whether an array of two dimensions has an element in these bytes, or between its elements."""
+    cdef char *low = array.data
+    cdef char *high = array.data + array.item_bytes()
+    cdef int i
+    for i in range(array.ndim):
+        if array.shape[i] == 0:
+            return False
+        if array.strides[i] < 0:
+            low += (array.shape[i] - 1) * array.strides[i]
+        else:
+            high += (array.shape[i] - 1) * array.strides[i]
+    return low < begin + nbytes and begin < high
+
+
+cdef Array copied(Array array):
+    """A C-contiguous copy."""
+    cdef object copy = array.owner.copy(order="C")
+    return describe(copy, "") if array.device < 0 else describe_cuda(copy, "", array.device)
 
 
 cdef Array with_rows(Array array):

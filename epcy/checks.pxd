@@ -25,4 +25,5 @@ cdef class Checker:
     cdef Array lanes(self, obj, str name, int64_t num_rows, bint is_idx)
     cdef DispatchCall dispatch(self, x, topk_idx, topk_weights, handle, layout, expert_alignment, num_worst_tokens, out)
     cdef int dispatch_out(self, out, DispatchCall call) except -1
+    cdef Array apart(self, Array array, Array out)
     cdef CombineCall combine(self, x, handle, topk_weights, bias, out)

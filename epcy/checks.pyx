@@ -4,7 +4,7 @@
 from libc.stdint cimport int64_t
 
 from epcy.arrays cimport (
-    KIND_FP8, KIND_FP32, KIND_INT32, KIND_INT64, Array, contiguous, describe, describe_cuda, with_rows)
+    KIND_FP8, KIND_FP32, KIND_INT32, KIND_INT64, Array, contiguous, copied, describe, describe_cuda, overlap, with_rows)
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport Call, CombineCall, DispatchCall
 from epcy.event cimport Event
@@ -153,7 +153,7 @@ cdef class Checker:
             if topk_idx is None:
                 raise self.wrong("topk_idx", f"an array ({num_tokens}, {self.num_topk}), or handle=", "None")
             call.topk_idx = self.lanes(topk_idx, "topk_idx", num_tokens, True)
-            if layout is not None and layout != "rank" and layout != "expert":
+            if layout is not None and not (isinstance(layout, str) and layout in ("rank", "expert")):
                 raise self.wrong("layout", "'rank' or 'expert'", repr(layout))
             call.layout = "rank" if layout is None else layout
             call.expert_alignment = 1 if expert_alignment is None else self.number(
@@ -167,6 +167,7 @@ cdef class Checker:
         if out is not None:
             self.dispatch_out(out, call)
             call.out = out
+        self.backend.keep_inputs(call)
         if call.num_worst_tokens == 0:
             error = self.backend.take_deferred()
             if error is not None:
@@ -220,4 +221,15 @@ cdef class Checker:
         call.out = self.rows(out, "out", num_tokens, call.x.kind)
         if call.out.owner is not out or not call.out.is_writable or not call.out.is_contiguous:
             raise self.wrong("out", "a writable C-contiguous array", "one that is not")
+        call.bias0, call.bias1 = self.apart(call.bias0, call.out), self.apart(call.bias1, call.out)
+        if not rank_layout:
+            call.topk_weights = self.apart(call.topk_weights, call.out)
         return call
+
+    cdef Array apart(self, Array array, Array out):
+        """The array, or a copy where writing `out` would change what is still to be read; just over it is fine."""
+        cdef int64_t nbytes = out.shape[0] * out.shape[1] * out.item_bytes()
+        cdef bint same = array is not None and array.data == out.data and array.shape[1] == out.shape[1]
+        if array is None or same or not overlap(array, out.data, nbytes):
+            return array
+        return copied(array)

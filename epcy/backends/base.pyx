@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t
 
 import numpy as np
 
-from epcy.arrays cimport KIND_BF16, KIND_FP8, KIND_FP16, KIND_FP32, Array
+from epcy.arrays cimport KIND_BF16, KIND_FP8, KIND_FP16, KIND_FP32, Array, copied, overlap
 from epcy.backends.call cimport CombineCall, DispatchCall
 from epcy.event cimport completed
 from epcy.handle cimport Area, Dispatch, Handle
@@ -78,6 +78,16 @@ cdef class Backend:
             out["idx", layout] = self.view(offset + a.topk_idx, shape, np.dtype(np.int64), owner)
             out["weights", layout] = self.view(offset + a.topk_weights, shape, np.dtype(np.float32), owner)
         return out
+
+    cdef Array kept(self, Array array):
+        """The array, or a copy of it where the next dispatch writes over it."""
+        cdef char *begin = self.start + self.heap_layout.receive[self.next_area]
+        return copied(array) if array is not None and overlap(array, begin, self.area.bytes) else array
+
+    cdef int keep_inputs(self, DispatchCall call) except -1:
+        """Save what lies in the receive area that this dispatch gives away: the result before the last, say."""
+        call.x, call.scales, call.topk_weights = self.kept(call.x), self.kept(call.scales), self.kept(call.topk_weights)
+        return 0
 
     def touch(self, int64_t rows):
         """Write to this rank's pages, so that they are there."""
@@ -155,9 +165,14 @@ cdef class Backend:
         cdef int i
         cdef bint stage_weights = False
         call.x_offset, call.weights_offset, call.area, call.consumed = self.offset_in_heap(call.x), -1, -1, -1
+        if overlap(call.out, self.start, self.heap_layout.bytes):
+            raise ArgumentError(f"out: expected memory of your own, got the Buffer's, which other ranks may be reading "
+                                f"(rank {self.rank}); leave it out, or give an array from numpy.empty or cupy.empty")
         for i in range(EPCY_NUM_AREAS):
-            if 0 <= call.x_offset - self.heap_layout.combine[i] < self.area.bytes:
+            if 0 <= call.x.data - self.start - self.heap_layout.combine[i] < self.area.bytes:
                 call.area = call.consumed = i
+                if call.x_offset < 0:       # rows in another order, or apart: they are put where they should have been
+                    call.x = copied(call.x)
         if call.out_weights is not None:
             call.weights_offset = self.offset_in_heap(call.topk_weights)
             stage_weights = call.weights_offset < 0

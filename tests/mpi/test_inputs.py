@@ -6,8 +6,9 @@ import ctypes
 import numpy as np
 import pytest
 
+import epcy
 from epcy import reference
-from mpi.cases import BFLOAT16, Sent, assert_bits, draw, to_host
+from mpi.cases import BFLOAT16, Sent, assert_bits, draw, raised, to_host
 
 
 def fortran(a):
@@ -137,6 +138,28 @@ def test_exporters(comm, make_buffer, protocol):
             assert_bits(r.recv_x, want.recv_x, "recv_x")
             assert_bits(r.recv_topk_idx, want.recv_topk_idx, "recv_topk_idx")
             assert_bits(r.recv_topk_weights, want.recv_topk_weights, "recv_topk_weights")
+
+
+class Raises(DLPack):
+    def __dlpack__(self, **kwargs):
+        raise BufferError("a gradient is required")
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (Raises(np.zeros((4, 512), np.float32)), "a gradient is required"),
+        (DLPack(np.array(1.0, np.float32)), "shape ()"),
+        (np.zeros((4, 512), [("packed", np.uint8), ("field", np.float32)]), "packed"),  # never aligned
+        (np.zeros((4, 512), ">f4"), ">f4"),
+    ],
+    ids=["raises", "0-d", "structure", "big-endian"],
+)
+def test_arrays_that_cannot_be_used(comm, make_buffer, x, text):
+    buf = make_buffer(dtype="float32")
+    error = raised(lambda: buf.dispatch(x, np.zeros((4, 2), np.int64)))
+    assert type(error) is epcy.ArgumentError, error
+    assert str(error).startswith("x: ") and text in str(error) and f"rank {comm.rank}" in str(error)
 
 
 def test_empty_exporter(comm, make_buffer):
