@@ -41,7 +41,13 @@ cdef Heap allocate(object comm, int64_t nbytes, char **base):
     cdef Heap heap = Heap.__new__(Heap)
     # For a rank alone MPI may take the memory from malloc, which gives it to others after free() while arrays
     # of the user still look at it.
-    window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm) if size > 1 else mmap.mmap(-1, nbytes)
+    try:
+        window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm) if size > 1 else mmap.mmap(-1, nbytes)
+    except (MPI.Exception, OSError, MemoryError) as error:
+        reason = error.Get_error_string().split("\n")[-1] if isinstance(error, MPI.Exception) else error
+        raise HeapError(f"num_max_tokens_per_rank: the memory of the Buffer, {nbytes} bytes a rank, could not be had "
+                        f"({reason}; rank {comm.rank}); give fewer num_max_tokens_per_rank or num_max_recv_tokens, or "
+                        "allow more memory (ulimit -v, cgroup, /dev/shm)") from None
     if size == 1:
         alone = window
         base[0] = <char *>&alone[0]

@@ -8,11 +8,13 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 struct epcy_pool {
   pthread_mutex_t lock;
   pthread_cond_t work, idle;
   pthread_t *threads;
+  pid_t process;                   /* whose threads they are: a fork has none of them */
   int num_threads, num_busy, stop; /* guarded by lock */
   uint64_t round;                  /* guarded by lock: a new value is new work */
   epcy_task task;
@@ -47,7 +49,7 @@ static void *worker(void *argument) {
 }
 
 void epcy_pool_close(epcy_pool *p) {
-  if (!p) return;
+  if (!p || p->process != getpid()) return;
   pthread_mutex_lock(&p->lock);
   p->stop = 1;
   pthread_cond_broadcast(&p->work);
@@ -68,6 +70,7 @@ int epcy_pool_open(epcy_pool **pool, int num_threads) {
     free(p);
     return ENOMEM;
   }
+  p->process = getpid();
   pthread_mutex_init(&p->lock, NULL);
   pthread_cond_init(&p->work, NULL);
   pthread_cond_init(&p->idle, NULL);

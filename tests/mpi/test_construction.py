@@ -211,3 +211,32 @@ def test_reversed_ranks(comm, make_buffer):
     works(buf, turned)
     buf.free()
     turned.Free()
+
+
+def test_no_address_space(comm, backend):
+    """Memory that MPI cannot get is a HeapError too."""
+    import resource
+
+    if comm.size == 1:
+        pytest.skip("two ranks")
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20), before[1]))
+    try:
+        error = raised(
+            lambda: epcy.Buffer(
+                comm,
+                backend=backend,
+                num_max_tokens_per_rank=1 << 16,
+                hidden=1024,
+                num_experts=comm.size,
+                num_topk=1,
+            )
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert type(error) is epcy.HeapError and "num_max_tokens_per_rank" in str(error), error
+    epcy.Buffer(
+        comm, backend=backend, num_max_tokens_per_rank=8, hidden=64, num_experts=comm.size, num_topk=1
+    ).free()
