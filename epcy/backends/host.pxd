@@ -128,7 +128,10 @@ cdef class HostBackend(Backend):
     cdef int finish(self, int op) except -1
     cdef int wait(self, int op, int word, uint64_t value) except -1
     cdef int arrive(self, int op) except -1
+    cdef int wait_longer(self, int op, int word, uint64_t value, int state) except -1
     cdef object disagreement(self)
     cdef object overflow_error(self)
+    cdef HostHandle new_handle(self, str layout, int64_t num_tokens, int64_t alignment, int64_t num_worst_tokens)
+    cdef HostHandle nothing_came(self, HostHandle of, error)
     cdef HostHandle count(self, DispatchCall call, epcy_record *record)
     cdef int stage(self, CombineCall call) except -1

@@ -21,7 +21,7 @@ from epcy.backends.base cimport Backend
 from epcy.backends.call cimport CombineCall, DispatchCall
 from epcy.backends.window cimport allocate
 from epcy.event cimport completed
-from epcy.handle cimport Combine, Handle
+from epcy.handle cimport Area, Combine, Handle
 from epcy.layout cimport epcy_heap_layout, epcy_num_local_experts, epcy_num_scales, epcy_shape
 
 from epcy import status as status_pages
@@ -198,27 +198,34 @@ cdef class HostBackend(Backend):
     cdef int wait(self, int op, int word, uint64_t value) except -1:
         """Wait until `word` of every rank is at least `value`, or raise."""
         cdef int state
-        cdef double start
         with nogil:
             state = epcy_host_wait(&self.h, word, value, SLICE_NS)
         if state == EPCY_WAIT_DONE:
             return 0
-        start = time.monotonic() - SLICE_NS * 1e-9
+        try:
+            self.wait_longer(op, word, value, state)
+        except BaseException:       # PeerTimeoutError; but a signal's handler may raise in any line of Python
+            if op == EPCY_OP_DISPATCH and word == EPCY_WORD_ARRIVED:
+                (<Area>self.areas[self.next_area]).generation += 1      # a late rank may still write there
+            self.break_off(self.h.epoch)
+            raise
+        return 0
+
+    cdef int wait_longer(self, int op, int word, uint64_t value, int state) except -1:
+        """Go on waiting, with an eye on signals, on dead ranks and on the clock."""
+        cdef double start = time.monotonic() - SLICE_NS * 1e-9
         while True:
             if state == EPCY_WAIT_BROKEN:
                 self.give_up(op, word, value, time.monotonic() - start)
-            try:
-                PyErr_CheckSignals()
-            except BaseException:
-                self.break_off()
-                raise
-            dead = self.dead(self.missing(word, value))
+            PyErr_CheckSignals()
+            missing = self.missing(word, value)
+            dead = self.dead(missing)
             if dead:
                 self.mourn(op, word, dead)
             left = self.timeout - (time.monotonic() - start)
-            if left <= 0:
+            if missing and (left <= 0 or word != EPCY_WORD_RESET and any([self.has_left(r) for r in missing])):
                 self.give_up(op, word, value, time.monotonic() - start)
-            limit = min(SLICE_NS, <int64_t>(left * 1e9) + 1)
+            limit = min(SLICE_NS, <int64_t>(max(left, 0.0) * 1e9) + 1)
             state = self.wait_slice(word, value, limit)
             if state == EPCY_WAIT_DONE:
                 return 0
@@ -232,10 +239,15 @@ cdef class HostBackend(Backend):
     def missing(self, int word, uint64_t value):
         return [r for r in range(self.h.shape.num_ranks) if epcy_host_word(&self.h, r, word) < value]
 
-    def break_off(self):
-        """Leave the call in progress: from now on the others must not touch this rank's memory, nor wait for it."""
+    def has_left(self, int64_t rank):
+        """Whether that rank gave up, or is in a reset() that this rank knows nothing of."""
+        return (epcy_host_word(&self.h, rank, EPCY_WORD_BROKEN) != 0
+                or epcy_host_word(&self.h, rank, EPCY_WORD_RESET) > self.num_resets)
+
+    def break_off(self, uint64_t first):
+        """Leave call `first` and what follows: there the others must not touch this rank's memory nor wait for it."""
         self.broken = True
-        epcy_host_store(&self.h, EPCY_WORD_BROKEN, self.h.epoch or 1)
+        epcy_host_store(&self.h, EPCY_WORD_BROKEN, first or 1)
         epcy_host_phase(&self.h, 0, EPCY_PHASE_IDLE)
 
     def where(self, ranks):
@@ -250,23 +262,22 @@ cdef class HostBackend(Backend):
         return "; ".join(lines)
 
     def give_up(self, int op, int word, uint64_t value, double waited):
-        """Leave the call: a rank did not come in time, or gave up itself."""
-        gone = [r for r in range(self.h.shape.num_ranks)
-                if r != self.h.rank and epcy_host_word(&self.h, r, EPCY_WORD_BROKEN)]
-        culprits = [r for r in self.missing(word, value) if word == EPCY_WORD_RESET or r not in gone] or gone
+        """Raise: a rank did not come in time, or gave up itself."""
+        gone = [r for r in range(self.h.shape.num_ranks) if r != self.h.rank and self.has_left(r)]
+        missing = self.missing(word, value)
+        # Who left without coming; else who keeps even those waiting that gave up; else who gave up.
+        left = [r for r in missing if r in gone] if word != EPCY_WORD_RESET else []
+        culprits = left or missing or gone
         dead = self.dead(culprits)
         if dead:        # somebody else found out first
             self.mourn(op, word, dead)
         seen = [epcy_host_word(&self.h, r, word) for r in culprits[:16]]
-        if word != EPCY_WORD_RESET:
-            self.break_off()
         name = "reset" if word == EPCY_WORD_RESET else OPERATIONS[op]
         raise verdicts.late(name, self.h.epoch, self.h.rank, culprits, WAITED_FOR[word], value, seen,
                             self.where(culprits), gone, waited, self.timeout)
 
     def mourn(self, int op, int word, list dead):
-        """Leave the call: ranks have ended."""
-        self.break_off()
+        """Raise: ranks have ended."""
         bound_exit()
         raise verdicts.ended(OPERATIONS[op], self.h.epoch, self.h.rank, dead, self.identities[dead[0]].pid,
                              WAITED_FOR[word])
@@ -297,19 +308,23 @@ cdef class HostBackend(Backend):
 
     # ---- dispatch -----------------------------------------------------------------------------------------
 
-    cdef HostHandle count(self, DispatchCall call, epcy_record *record):
-        """Make a handle: this rank's routes as ordinals, and its counts into the record."""
+    cdef HostHandle new_handle(self, str layout, int64_t num_tokens, int64_t alignment, int64_t num_worst_tokens):
         cdef HostHandle handle = HostHandle.__new__(HostHandle)
-        cdef int64_t T = call.topk_idx.shape[0], K = self.h.shape.num_topk
-        cdef int layout = LAYOUTS.index(call.layout)
-        cdef epcy_bad_id bad
-        handle.buffer_token, handle.layout, handle.num_tokens = self.token, call.layout, T
-        handle.expert_alignment, handle.num_worst_tokens = call.expert_alignment, call.num_worst_tokens
+        handle.buffer_token, handle.layout, handle.num_tokens = self.token, layout, num_tokens
+        handle.expert_alignment, handle.num_worst_tokens = alignment, num_worst_tokens
         handle.epoch, handle.num_local = self.h.epoch, epcy_num_local_experts(&self.h.shape)
-        handle.routes = <epcy_route *>malloc(max(1, T * K) * sizeof(epcy_route))
+        handle.routes = <epcy_route *>malloc(max(1, num_tokens * self.h.shape.num_topk) * sizeof(epcy_route))
         handle.expert_numbers = <int64_t *>calloc(2 * handle.num_local + 1, 8)
         if handle.routes == NULL or handle.expert_numbers == NULL:
             raise MemoryError
+        return handle
+
+    cdef HostHandle count(self, DispatchCall call, epcy_record *record):
+        """Make a handle: this rank's routes as ordinals, and its counts into the record."""
+        cdef int64_t T = call.topk_idx.shape[0]
+        cdef int layout = LAYOUTS.index(call.layout)
+        cdef HostHandle handle = self.new_handle(call.layout, T, call.expert_alignment, call.num_worst_tokens)
+        cdef epcy_bad_id bad
         with nogil:
             epcy_host_count(&self.h, call.topk_idx.data, call.topk_idx.kind == KIND_INT64, T, layout, handle.routes,
                             epcy_host_counts(&self.h, self.h.rank, self.h.epoch),
@@ -374,8 +389,9 @@ cdef class HostBackend(Backend):
         d.fill_to = handle.num_worst_tokens
         epcy_host_phase(&self.h, EPCY_OP_DISPATCH, EPCY_PHASE_DATA)
         if error is not None:       # a refusal that this call reports later: it moves nothing
-            self.nothing_came(handle, error)
-            d.num_tokens = 0
+            handle = self.nothing_came(handle, error)
+            d.routes, d.expert_counts, d.num_rows, d.num_tokens = handle.routes, handle.expert_numbers, 0, 0
+            d.expert_offsets = handle.expert_numbers + handle.num_local
             uncached = False
         with nogil:
             if uncached:
@@ -392,12 +408,16 @@ cdef class HostBackend(Backend):
             counts = [handle.expert_numbers[i] for i in range(handle.num_local)]
         return self.result(call, handle, area, counts, completed())
 
-    def nothing_came(self, HostHandle handle, error):
+    cdef HostHandle nothing_came(self, HostHandle of, error):
+        """A handle like `of` (which may be an earlier call's and stays as it is) by which nothing was sent."""
+        cdef HostHandle handle = self.new_handle(of.layout, of.num_tokens, of.expert_alignment, of.num_worst_tokens)
         cdef int64_t i
         handle.error = self.deferred = error
         handle.num_rows, handle.num_true_rows = handle.num_worst_tokens, 0
         for i in range(handle.num_tokens * self.h.shape.num_topk):
+            handle.routes[i].rank = handle.routes[i].lane = -1
             handle.routes[i].row = -1
+        return handle
 
     # ---- combine ------------------------------------------------------------------------------------------
 
@@ -459,7 +479,7 @@ cdef class HostBackend(Backend):
         self.begin(op)
         self.arrive(op)
         error = self.disagreement()
-        epcy_host_phase(&self.h, op, EPCY_PHASE_IDLE)
+        self.step_out(op)
         if error is not None:
             raise error
 
@@ -495,6 +515,8 @@ cdef class HostBackend(Backend):
                 self.barrier(EPCY_OP_FREE)
                 agreed = True
         finally:
+            if not agreed and not self.broken and not MPI.Is_finalized():
+                self.break_off(self.h.epoch + 1)        # the others shall not wait for this rank
             self.close_areas()
             self.remove_page()
             if agreed and not MPI.Is_finalized():

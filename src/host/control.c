@@ -85,9 +85,12 @@ static inline void pause_core(void) {
 #endif
 }
 
-static int any_broken(const epcy_host *h) {
-  for (int64_t r = 0; r < h->shape.num_ranks; r++)
-    if (epcy_host_word(h, r, EPCY_WORD_BROKEN)) return 1;
+/* Whether a rank has left this call or one before it: its word is the first call that it is not, or not wholly, in. */
+static int any_broken(const epcy_host *h, uint64_t epoch) {
+  for (int64_t r = 0; r < h->shape.num_ranks; r++) {
+    const uint64_t first = epcy_host_word(h, r, EPCY_WORD_BROKEN);
+    if (first && first <= epoch) return 1;
+  }
   return 0;
 }
 
@@ -107,12 +110,12 @@ int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_n
       const struct timespec nap = {0, 100000};
       nanosleep(&nap, NULL);
     }
-    if (word != EPCY_WORD_RESET && any_broken(h)) return EPCY_WAIT_BROKEN;
+    if (word != EPCY_WORD_RESET && any_broken(h, value)) return EPCY_WAIT_BROKEN;
     elapsed = now_ns() - start;
     if (elapsed > slice_ns) return EPCY_WAIT_PENDING;
   }
   /* Whoever gave up on this call has left it: its memory must not be touched any more. */
-  if (word == EPCY_WORD_ARRIVED && any_broken(h)) return EPCY_WAIT_BROKEN;
+  if (word == EPCY_WORD_ARRIVED && any_broken(h, value)) return EPCY_WAIT_BROKEN;
   return EPCY_WAIT_DONE;
 }
 

@@ -81,6 +81,41 @@ def test_exception_on_one_rank_alone(comm, backend):
     assert comm.size == 1 or isinstance(error, ZeroDivisionError if comm.rank == 0 else epcy.PeerTimeoutError)
 
 
+def test_a_rank_that_leaves_is_not_waited_for(comm, backend):
+    """An exception leaves `with` on one rank: the others learn it long before their timeout."""
+    sizes = {"num_max_tokens_per_rank": 4, "hidden": 64, "num_experts": comm.size, "num_topk": 1}
+    buf = epcy.Buffer(comm, backend=backend, timeout=20, **sizes)
+
+    def body():
+        with buf:
+            raise ZeroDivisionError
+
+    if comm.rank == 0:
+        assert isinstance(raised(body), ZeroDivisionError)
+    else:
+        start = time.monotonic()
+        error = raised(buf.barrier)
+        assert isinstance(error, epcy.PeerTimeoutError) and error.ranks == (0,)
+        assert time.monotonic() - start < 5
+    buf.free()
+
+
+def test_reset_on_one_rank_releases_the_others(comm, make_buffer):
+    """Ctrl-C between two calls, then reset(): ranks that wait in the next call need not wait for their timeout."""
+    if comm.size == 1:
+        pytest.skip("two ranks")
+    buf = make_buffer(timeout=20)
+    x, idx = counted_rows(comm, 2), np.zeros((2, 2), np.int64)
+    buf.dispatch(x, idx)
+    if comm.rank:
+        start = time.monotonic()
+        error = raised(lambda: buf.dispatch(x, idx))
+        assert isinstance(error, epcy.PeerTimeoutError) and 0 in error.ranks
+        assert time.monotonic() - start < 5
+    buf.reset()
+    works(buf, comm)
+
+
 def test_free_in_odd_orders(comm, make_buffer):
     buffers = [make_buffer() for _ in range(3)]
     for buf in buffers:
@@ -150,6 +185,20 @@ def test_fork(comm, make_buffer, num_sms):
             os._exit(wrong)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     works(buf, comm)
+
+
+def test_fork_drops_a_buffer(comm, backend):
+    """The last reference goes in the child, which has none of the Buffer's threads."""
+    sizes = {"num_max_tokens_per_rank": 4, "hidden": 64, "num_experts": comm.size, "num_topk": 1}
+    buf = epcy.Buffer(comm, backend=backend, num_sms=3, **sizes)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        del buf
+        gc.collect()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    buf.free()
 
 
 def test_two_threads_in_one_buffer(comm, make_buffer):

@@ -135,3 +135,41 @@ def test_refusal_reaches_ranks_that_wait_and_ranks_that_do_not(comm, make_buffer
     else:
         assert isinstance(error, epcy.PeerError) and error.ranks == (0,)
     assert len(buf.dispatch(x, idx).recv_x) == (4 * comm.size if comm.rank == 0 else 0)
+
+
+def test_refusal_beside_a_barrier(comm, make_buffer):
+    """One refuses, one is in a barrier, the others do not wait: nobody is held up."""
+    if comm.size < 3:
+        pytest.skip("three ranks")
+    buf = make_buffer(timeout=3)
+    x, idx = counted_rows(comm, 4), np.zeros((4, 2), np.int64)
+    if comm.rank == 0:
+        assert isinstance(raised(lambda: buf.dispatch(x[:, :8], idx)), epcy.ArgumentError)
+    elif comm.rank == 1:
+        assert isinstance(raised(buf.barrier), epcy.PeerError)
+    else:
+        buf.dispatch(x, idx, num_worst_tokens=16)
+        assert isinstance(raised(buf.check), epcy.PeerError)
+    assert len(buf.dispatch(x, idx).recv_x) == (4 * comm.size if comm.rank == 0 else 0)
+
+
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+def test_refusal_leaves_a_handle_as_it_was(comm, make_buffer, layout):
+    """A cached dispatch in which nothing came: its result says so, and the handle that was passed still routes."""
+    if comm.size == 1:
+        pytest.skip("two ranks")
+    buf = make_buffer(dtype="float32", num_max_recv_tokens=64 * comm.size)
+    sent = draw(5, comm.size, 16, num_experts=4 * comm.size, dtype="float32")
+    limit = 64 * comm.size
+    r, routing = check_dispatch(buf, sent, layout=layout, worst=limit)
+    handle, x = r.handle, sent.xs[comm.rank]
+    if comm.rank == 0:
+        assert isinstance(raised(lambda: buf.dispatch(x[:, :8], handle=handle)), epcy.ArgumentError)
+    else:
+        nothing = buf.dispatch(x, handle=handle)
+        assert nothing.handle is not handle and int(nothing.handle.num_recv_tokens) == 0
+        assert (nothing.recv_topk_idx == -1).all() and len(nothing.recv_x) == limit
+        assert isinstance(raised(nothing.handle.check), epcy.PeerError)
+        assert isinstance(raised(buf.check), epcy.PeerError)
+    handle.check()
+    check_dispatch(buf, sent, handle=handle, routing=routing)
