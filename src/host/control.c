@@ -16,10 +16,12 @@
 
 #include "epcy/host.h"
 #include "pool.h"
+#include "sleep.h"
 
 enum {
   STATUS_BYTES = EPCY_LINE_BYTES,
-  WORDS_AT = STATUS_BYTES,
+  BELL_AT = STATUS_BYTES,
+  WORDS_AT = BELL_AT + EPCY_LINE_BYTES,
   RECORDS_AT = WORDS_AT + EPCY_NUM_WORDS * EPCY_LINE_BYTES
 };
 _Static_assert(sizeof(epcy_status) <= STATUS_BYTES, "the status fits in its line");
@@ -52,8 +54,12 @@ uint64_t epcy_host_word(const epcy_host *h, int64_t rank, int word) {
   return atomic_load_explicit(word_at(h, rank, word), memory_order_acquire);
 }
 
+static epcy_bell *bell_of(const epcy_host *h, int64_t rank) { return (epcy_bell *)(h->base[rank] + BELL_AT); }
+
 void epcy_host_store(epcy_host *h, int word, uint64_t value) {
   atomic_store_explicit(word_at(h, h->rank, word), value, memory_order_release);
+  epcy_bell_fence();
+  for (int64_t r = 0; r < h->shape.num_ranks; r++) epcy_bell_ring(bell_of(h, r));
 }
 
 static int64_t now_ns(void) {
@@ -94,6 +100,8 @@ static int any_broken(const epcy_host *h, uint64_t epoch) {
   return 0;
 }
 
+enum { YIELD_NS = 30000, SLEEP_NS = 20000000 };
+
 int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_ns) {
   const int64_t num_ranks = h->shape.num_ranks;
   const int64_t start = now_ns(), spin_ns = (int64_t)(h->spin_us * 1000.0);
@@ -104,11 +112,13 @@ int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_n
     if (elapsed < spin_ns) { /* it will come at once: keep the core */
       pause_core();
       if (turn % 32) continue;
-    } else if (elapsed < 5000000) { /* somebody may need this core to get here */
+    } else if (elapsed < spin_ns + YIELD_NS) { /* somebody may need this core to get here */
       sched_yield();
-    } else { /* a late rank: do not burn the machine */
-      const struct timespec nap = {0, 100000};
-      nanosleep(&nap, NULL);
+    } else { /* it takes longer: leave the cores to those who work */
+      epcy_bell *bell = bell_of(h, h->rank);
+      const uint32_t rung = epcy_bell_begin(bell);
+      if (epcy_host_word(h, next, word) < value) epcy_bell_sleep(bell, rung, SLEEP_NS);
+      epcy_bell_end(bell);
     }
     if (word != EPCY_WORD_RESET && any_broken(h, value)) return EPCY_WAIT_BROKEN;
     elapsed = now_ns() - start;
