@@ -224,6 +224,7 @@ cdef class Buffer:
                 call = self._checker.dispatch(x, topk_idx, topk_weights, handle, layout, expert_alignment,
                                               num_worst_tokens, out)
                 self._checker.order(call, previous_event, async_finish, stream)
+                self._backend.keep_inputs(call)
             except BaseException as error:
                 self._backend.refuse(OP_DISPATCH, str(error) or type(error).__name__)
                 raise

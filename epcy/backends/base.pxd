@@ -33,6 +33,7 @@ cdef class Backend:
     cdef int take_area(self) except -1
     cdef Array kept(self, Array array)
     cdef int keep_inputs(self, DispatchCall call) except -1
+    cdef int check_out(self, CombineCall call) except -1
     cdef int64_t offset_in_heap(self, Array array) noexcept
     cdef Dispatch result(self, DispatchCall call, Handle handle, int area, list counts, event)
     cdef object view(self, int64_t offset, tuple shape, dtype, owner)

@@ -160,14 +160,18 @@ cdef class Backend:
             return array.data - self.start
         return -1
 
+    cdef int check_out(self, CombineCall call) except -1:
+        if overlap(call.out, self.start, self.heap_layout.bytes):
+            raise ArgumentError(f"out: expected memory of your own, got the Buffer's, which other ranks may be reading "
+                                f"(rank {self.rank}); leave it out, or give an array from numpy.empty or cupy.empty")
+        return 0
+
     def prepare_combine(self, CombineCall call):
         """Find out where x and the weights lie, and a combine area for what lies outside; local."""
         cdef int i
         cdef bint stage_weights = False
         call.x_offset, call.weights_offset, call.area, call.consumed = self.offset_in_heap(call.x), -1, -1, -1
-        if overlap(call.out, self.start, self.heap_layout.bytes):
-            raise ArgumentError(f"out: expected memory of your own, got the Buffer's, which other ranks may be reading "
-                                f"(rank {self.rank}); leave it out, or give an array from numpy.empty or cupy.empty")
+        self.check_out(call)
         for i in range(EPCY_NUM_AREAS):
             if 0 <= call.x.data - self.start - self.heap_layout.combine[i] < self.area.bytes:
                 call.area = call.consumed = i

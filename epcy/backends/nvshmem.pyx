@@ -229,6 +229,13 @@ cdef class NvshmemBackend(Backend):
         return (<uint32_t>op | <uint32_t>x.kind << 3 | (handle.layout == "expert") << 6 | weights << 8
                 | (<uint32_t>handle.expert_alignment & 1023) << 9 | routing << 19)
 
+    cdef int keep_inputs(self, DispatchCall call) except -1:
+        """As ever, but on the call's stream: copies come after what wrote the inputs there."""
+        if call.stream == <uintptr_t>self.xp.cuda.get_current_stream().ptr:
+            return Backend.keep_inputs(self, call)
+        with self.xp.cuda.Stream.from_external(Foreign(call.stream)):
+            return Backend.keep_inputs(self, call)
+
     # ---- dispatch -------------------------------------------------------------------------------------------
 
     cdef CudaHandle make_handle(self, DispatchCall call, uintptr_t stream):
@@ -397,6 +404,7 @@ cdef class NvshmemBackend(Backend):
         if call.handle.layout == "rank":
             return Backend.prepare_combine(self, call)
         call.x_offset = call.weights_offset = call.area = call.consumed = -1
+        self.check_out(call)
         for i in range(EPCY_NUM_AREAS):
             at = call.x.data - self.start - self.heap_layout.combine[i]
             if 0 <= at < self.area.bytes:
