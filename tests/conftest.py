@@ -146,6 +146,10 @@ def same(comm: Any) -> Callable[[Any], Any]:
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend in turn; `host_only("why")` on a test, or on a case of it, leaves the others out."""
+    only = request.node.get_closest_marker("host_only")
+    if only is not None and request.param != "host":
+        pytest.skip(only.args[0])
     return request.param
 
 

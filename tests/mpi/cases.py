@@ -39,10 +39,25 @@ def to_host(a: Any) -> np.ndarray:
 
 
 def to_device(buf: Any, a: Any) -> Any:
-    """The array, or the pair of arrays, in the memory of the Buffer's backend."""
-    if isinstance(a, tuple):
-        return tuple(to_device(buf, part) for part in a)
-    return a if buf.xp is np else buf.xp.asarray(a)
+    """The array, or the arrays of a tuple or list, in the memory of the Buffer's backend; all else as it is."""
+    if isinstance(a, (tuple, list)):
+        return type(a)(to_device(buf, part) for part in a)
+    return buf.xp.asarray(a) if isinstance(a, np.ndarray) and buf.xp is not np else a
+
+
+def mine(buf: Any, sent: Sent) -> tuple[Any, Any, Any]:
+    """This rank's x, topk_idx and topk_weights, in the memory of the Buffer's backend."""
+    weights = None if sent.weights is None else sent.weights[buf.rank]
+    return to_device(buf, (sent.xs[buf.rank], sent.idxs[buf.rank], weights))
+
+
+def to_expert_0(buf: Any, num_tokens: int) -> tuple[Any, Any]:
+    """x of `counted_rows` and the ids that send all of it to expert 0, in the memory of the Buffer's backend."""
+    return to_device(buf, (counted_rows(buf, num_tokens), np.zeros((num_tokens, 2), np.int64)))
+
+
+def address_of(a: Any) -> int:
+    return a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr
 
 
 def assert_bits(got: Any, want: Any, what: str) -> None:
@@ -52,7 +67,7 @@ def assert_bits(got: Any, want: Any, what: str) -> None:
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
             assert_bits(g, w, f"{what}[{i}]")
         return
-    got, want = to_host(got), np.asarray(want)
+    got, want = to_host(got), to_host(want)
     assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
     unsigned = f"u{want.dtype.itemsize}"
@@ -128,14 +143,13 @@ def check_dispatch(
 
     `worst` may be one a rank. With `handle` (and the `routing` of it) the ids of `sent` are not given.
     """
-    x, rank = to_device(buf, sent.xs[buf.rank]), buf.rank
-    weights = None if sent.weights is None else to_device(buf, sent.weights[rank])
+    rank, (x, idx, weights) = buf.rank, mine(buf, sent)
     if handle is not None:
         r = buf.dispatch(x, None, weights, handle=handle, out=out)
     else:
         r = buf.dispatch(
             x,
-            to_device(buf, sent.idxs[rank]),
+            idx,
             weights,
             layout=layout,
             expert_alignment=alignment,
@@ -233,7 +247,10 @@ def check_combine(
 
 
 def counted_rows(comm: Any, num_tokens: int, hidden: int = 512) -> np.ndarray:
-    """Rows of the listed cases: x[t, :] = 1 + 16 * rank + t, exact in bfloat16 while it is below 256."""
+    """Rows of the listed cases: x[t, :] = 1 + 16 * rank + t, exact in bfloat16 while it is below 256.
+
+    `comm` is a communicator or a Buffer.
+    """
     column = 1 + 16 * (comm.rank % 8) + np.arange(num_tokens)[:, None] % 16
     return np.broadcast_to(column, (num_tokens, hidden)).astype(BFLOAT16)
 

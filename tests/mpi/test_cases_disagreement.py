@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import epcy
-from mpi.cases import assert_bits, check_combine, check_dispatch, counted_rows, draw, raised
+from mpi.cases import assert_bits, check_combine, check_dispatch, draw, mine, raised, to_device, to_expert_0
 
 
 def works(buf, comm, seed=0):
@@ -25,8 +25,9 @@ def test_c03_bad_id(comm, make_buffer, value, culprit):
     idx = np.zeros((5, 2), np.int64)
     if comm.rank == culprit:
         idx[3, 1], idx[4, 0] = value, value
+    x, idx = to_expert_0(buf, 5)[0], to_device(buf, idx)
     for layout in ("rank", "expert"):
-        error = raised(lambda: buf.dispatch(counted_rows(comm, 5), idx, layout=layout))  # noqa: B023
+        error = raised(lambda: buf.dispatch(x, idx, layout=layout))  # noqa: B023
         assert isinstance(error, epcy.ArgumentError if comm.rank == culprit else epcy.PeerError)
         for text in (f"rank {culprit}", "token 3", "lane 1", str(value), "topk_idx", str(4 * comm.size - 1)):
             assert text in str(error), error
@@ -41,8 +42,8 @@ def test_c03_bad_id(comm, make_buffer, value, culprit):
 def test_c03_ids_of_a_wrong_kind(comm, make_buffer, kind):
     buf = make_buffer()
     idx = np.zeros((5, 2), np.float64) if kind == "floats" else np.zeros((5, 3), np.int64)
-    good = np.zeros((5, 2), np.int64)
-    error = raised(lambda: buf.dispatch(counted_rows(comm, 5), idx if comm.rank == 0 else good))
+    x, good = to_expert_0(buf, 5)
+    error = raised(lambda: buf.dispatch(x, to_device(buf, idx) if comm.rank == 0 else good))
     assert isinstance(error, epcy.ArgumentError if comm.rank == 0 else epcy.PeerError)
     for text in ("topk_idx", *(("float64", "int64") if kind == "floats" else ("(5, 2)", "(5, 3)"))):
         assert text in str(error)
@@ -51,9 +52,9 @@ def test_c03_ids_of_a_wrong_kind(comm, make_buffer, kind):
 
 def test_c05_too_many_tokens(comm, make_buffer):
     buf = make_buffer(num_max_tokens_per_rank=8)
-    num_tokens = 9 if comm.rank == 0 else 8
+    x, idx = to_expert_0(buf, 9 if comm.rank == 0 else 8)
     start = time.monotonic()
-    error = raised(lambda: buf.dispatch(counted_rows(comm, num_tokens), np.zeros((num_tokens, 2), np.int64)))
+    error = raised(lambda: buf.dispatch(x, idx))
     assert time.monotonic() - start < 2
     assert isinstance(error, epcy.CapacityError if comm.rank == 0 else epcy.PeerError)
     for text in ("9 tokens", "num_max_tokens_per_rank=8"):
@@ -83,7 +84,7 @@ def test_c07_combine_meets_dispatch(comm, make_buffer):
     if comm.size == 1:
         pytest.skip("two ranks")
     buf = make_buffer(timeout=5)
-    x, idx = counted_rows(comm, 4), np.zeros((4, 2), np.int64)
+    x, idx = to_expert_0(buf, 4)
     r = buf.dispatch(x, idx)
     y = r.recv_x.copy()
     error = raised(lambda: buf.combine(y, r.handle) if comm.rank == 0 else buf.dispatch(x, idx))
@@ -101,7 +102,7 @@ def test_c07_calls_differ(comm, make_buffer, what):
     if comm.size == 1:
         pytest.skip("two ranks")
     buf = make_buffer(timeout=5)
-    x, idx, weights = counted_rows(comm, 4), np.zeros((4, 2), np.int64), np.zeros((4, 2), np.float32)
+    (x, idx), weights = to_expert_0(buf, 4), buf.xp.zeros((4, 2), np.float32)
     r = buf.dispatch(x, idx)
     other = comm.rank == comm.size - 1
     calls = {
@@ -133,9 +134,10 @@ def test_c08_shapes_change(comm, make_buffer):
         most, hidden, experts = shapes[turn % 3]
         buf = make_buffer(num_max_tokens_per_rank=most, hidden=hidden, num_experts=experts * comm.size)
         full = draw(turn, comm.size, most, num_experts=experts * comm.size, hidden=hidden)
+        x, idx, _ = mine(buf, full)
         for _ in range(2):  # both receive areas hold 0xFF before
-            buf.dispatch(full.xs[comm.rank], full.idxs[comm.rank]).recv_x.view(np.uint8)[...] = 0xFF
-        r = buf.dispatch(full.xs[comm.rank], full.idxs[comm.rank])
+            buf.dispatch(x, idx).recv_x.view(np.uint8)[...] = 0xFF
+        r = buf.dispatch(x, idx)
         y = buf.combine_input(r.handle)
         y.view(np.uint8)[...] = 0xFF
         buf.combine(y, r.handle)
@@ -148,9 +150,10 @@ def test_c08_shapes_change(comm, make_buffer):
 def test_c16_the_same_bits_every_time(comm, make_buffer):
     buf = make_buffer(hidden=64, num_topk=4)
     sent = draw(16, comm.size, 16, num_experts=4 * comm.size, num_topk=4, hidden=64)
+    x, idx, weights = mine(buf, sent)
     first = None
     for _ in range(100):
-        r = buf.dispatch(sent.xs[comm.rank], sent.idxs[comm.rank], sent.weights[comm.rank], out=True)
+        r = buf.dispatch(x, idx, weights, out=True)
         c = buf.combine(r.recv_x, r.handle, r.recv_topk_weights)
         results = (r.recv_x, r.recv_topk_idx, r.recv_topk_weights, c.combined_x, c.combined_topk_weights)
         first = first or results

@@ -28,18 +28,19 @@ def test_c01_rank_with_nothing(comm, make_buffer):
 @pytest.mark.parametrize("layout", ["rank", "expert"])
 def test_c02_unused_lanes(comm, make_buffer, layout):
     buf = make_buffer(num_experts=2 * comm.size)
-    x, bias = counted_rows(comm, 6), np.full((6, 512), 3, counted_rows(comm, 0).dtype)
+    x = to_device(buf, counted_rows(comm, 6))
+    bias = to_device(buf, np.full((6, 512), 3, counted_rows(comm, 0).dtype))
     last = 2 * comm.size - 1
     nowhere, one_nowhere, half = np.full((6, 2), -1), np.full((6, 2), last), np.full((6, 2), -1)
     one_nowhere[:, 1], one_nowhere[3], half[:, 0] = 0, -1, last
-    everywhere = buf.dispatch(x, np.zeros((6, 2), np.int64), layout=layout)
+    everywhere = buf.dispatch(x, buf.xp.zeros((6, 2), np.int64), layout=layout)
     for idx in (nowhere, one_nowhere, half):
         for _ in range(2):  # both combine areas, and what lay there before, are full of NaN
             y = buf.combine_input(everywhere.handle)
-            y[...] = np.nan
+            y.fill(np.nan)
             buf.combine(y, everywhere.handle)
-        weights = np.where(idx < 0, np.nan, 0.5).astype(np.float32)
-        r = buf.dispatch(x, idx, weights, layout=layout)
+        weights = to_device(buf, np.where(idx < 0, np.nan, 0.5).astype(np.float32))
+        r = buf.dispatch(x, to_device(buf, idx), weights, layout=layout)
         used = (idx >= 0).sum(1)
         if layout == "rank":
             used = np.array([len({e // 2 for e in row if e >= 0}) for row in idx.tolist()])
@@ -57,9 +58,9 @@ def test_c02_unused_lanes(comm, make_buffer, layout):
 
 def test_c04_repeated_expert(comm, make_buffer):
     buf = make_buffer(num_experts=2 * comm.size)
-    x = counted_rows(comm, 1) if comm.rank == 0 else counted_rows(comm, 0)
-    idx = np.full((len(x), 2), 2 * comm.size - 1)
-    weights = np.tile(np.float32([0.5, 0.25]), (len(x), 1))
+    x = to_device(buf, counted_rows(comm, 1) if comm.rank == 0 else counted_rows(comm, 0))
+    idx = to_device(buf, np.full((len(x), 2), 2 * comm.size - 1))
+    weights = to_device(buf, np.tile(np.float32([0.5, 0.25]), (len(x), 1)))
     owner = comm.rank == comm.size - 1
     r = buf.dispatch(x, idx, weights)
     assert len(r.recv_x) == owner and r.num_recv_tokens_per_expert == [0, 2 * owner]
@@ -77,8 +78,8 @@ def test_c04_repeated_expert(comm, make_buffer):
 def test_c12_all_to_one_expert(comm, make_buffer, layout, num_tokens):
     num_tokens //= max(1, comm.size // 2)  # the same total from 2 ranks up
     buf = make_buffer(num_max_tokens_per_rank=num_tokens, hidden=64, num_topk=1)
-    x = counted_rows(comm, num_tokens, 64)
-    r = buf.dispatch(x, np.full((num_tokens, 1), 1), layout=layout)
+    x = to_device(buf, counted_rows(comm, num_tokens, 64))
+    r = buf.dispatch(x, to_device(buf, np.full((num_tokens, 1), 1)), layout=layout)
     total = num_tokens * comm.size if comm.rank == 0 else 0
     assert r.num_recv_tokens_per_expert == [0, total, 0, 0]
     want = [1 + 16 * (source % 8) + np.arange(num_tokens) % 16 for source in range(comm.size)]

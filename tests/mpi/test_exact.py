@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mpi.cases import check_combine, check_dispatch, draw
+from mpi.cases import check_combine, check_dispatch, draw, to_host
 
 LAYOUTS = [("rank", 1), ("expert", 1), ("expert", 4), ("expert", 7)]
 
@@ -83,7 +83,7 @@ def test_large_rows_take_the_streaming_copy(comm, make_buffer):
 @pytest.mark.parametrize("num_sms", [1, 3])
 def test_threads_change_no_bit(comm, make_buffer, num_sms):
     buf = make_buffer(num_sms=num_sms, num_max_tokens_per_rank=100, hidden=64)
-    assert buf.num_sms == num_sms
+    assert buf.num_sms == (num_sms if buf.backend == "host" else max(num_sms, comm.size))  # a block a peer
     for seed, layout in enumerate(("rank", "expert", "rank")):
         sent = draw(seed, comm.size, [97, 40, 1][seed], num_experts=4 * comm.size, hidden=64)
         r, routing = check_dispatch(buf, sent, layout=layout)
@@ -94,7 +94,7 @@ def test_routed_nowhere_is_the_bias_or_zero(comm, make_buffer):
     buf = make_buffer()
     sent = draw(8, comm.size, 7, num_experts=4 * comm.size, unused=1.0)
     r, routing = check_dispatch(buf, sent)
-    assert not np.any(np.asarray(check_combine(buf, r.handle, routing, 8).combined_x.astype(np.float32)))
+    assert not np.any(to_host(check_combine(buf, r.handle, routing, 8).combined_x).astype(np.float32))
     check_combine(buf, r.handle, routing, 9, num_biases=1)
     check_combine(buf, r.handle, routing, 9, num_biases=2, special=True)
 

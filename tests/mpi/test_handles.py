@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import epcy
-from mpi.cases import Sent, check_combine, check_dispatch, draw, draw_rows, raised
+from mpi.cases import Sent, check_combine, check_dispatch, draw, draw_rows, mine, raised
 
 
 def payload_of(sent, seed, dtype="bfloat16", hidden=512):
@@ -78,7 +78,7 @@ def test_foreign_handle(comm, make_buffer):
     one, two = make_buffer(), make_buffer()
     sent = draw(2, comm.size, 8, num_experts=4 * comm.size)
     r, routing = check_dispatch(one, sent)
-    x = sent.xs[comm.rank]
+    x, _, _ = mine(two, sent)
     for call in (
         lambda: two.dispatch(x, handle=r.handle),
         lambda: two.combine(r.recv_x, r.handle),
@@ -96,7 +96,7 @@ def test_ranks_pass_handles_of_different_calls(comm, make_buffer):
     sent = draw(2, comm.size, 8, num_experts=4 * comm.size)
     handles = [check_dispatch(buf, sent) for _ in range(2)]
     handle = handles[comm.rank % 2][0].handle
-    error = raised(lambda: buf.dispatch(sent.xs[comm.rank], handle=handle))
+    error = raised(lambda: buf.dispatch(mine(buf, sent)[0], handle=handle))
     if comm.size > 1:
         assert isinstance(error, epcy.MismatchError) and "handle" in str(error), error
     check_combine(buf, handles[0][0].handle, handles[0][1], 5)

@@ -9,12 +9,16 @@ import epcy
 from epcy import reference
 from mpi.cases import (
     BFLOAT16,
+    address_of,
     assert_bits,
     check_combine,
     check_dispatch,
     counted_rows,
     draw,
+    mine,
     raised,
+    to_device,
+    to_expert_0,
     to_host,
 )
 
@@ -48,20 +52,16 @@ def test_out(comm, make_buffer, dtype, layout):
     buf = make_buffer()
     sent = draw(1, comm.size, 6, num_experts=4 * comm.size, dtype=dtype, special=True)
     most = 16 * comm.size
-    arrays = np.zeros((most, 512), BFLOAT16)
+    arrays = buf.xp.zeros((most, 512), BFLOAT16)
     if dtype == "fp8":
-        arrays = np.zeros((most, 512), np.uint8), np.zeros((most, 4), np.float32)
+        arrays = buf.xp.zeros((most, 512), np.uint8), buf.xp.zeros((most, 4), np.float32)
     own = []
     for out in (True, arrays):
         r, routing = check_dispatch(buf, sent, layout=layout, out=out)
-        own.append(
-            (r, [np.array(a) for a in (*(r.recv_x if dtype == "fp8" else [r.recv_x]), r.recv_topk_idx)])
-        )
-    given = own[1][0].recv_x
-    for array, mine in zip(
-        given if dtype == "fp8" else [given], arrays if dtype == "fp8" else [arrays], strict=True
-    ):
-        assert array.base is mine
+        rows = r.recv_x if dtype == "fp8" else [r.recv_x]
+        own.append((r, [to_host(a).copy() for a in (*rows, r.recv_topk_idx)]))
+    for array, given in zip(rows, arrays if dtype == "fp8" else [arrays], strict=True):
+        assert array.base is given
     for seed in range(3):
         check_dispatch(buf, draw(seed, comm.size, 6, num_experts=4 * comm.size, dtype=dtype))
     for r, kept in own:
@@ -76,9 +76,9 @@ def test_combine_out(comm, make_buffer):
     buf = make_buffer()
     sent = draw(1, comm.size, 6, num_experts=4 * comm.size)
     r, routing = check_dispatch(buf, sent)
-    out = np.full((6, 512), np.nan, BFLOAT16)
+    out = to_device(buf, np.full((6, 512), np.nan, BFLOAT16))
     assert check_combine(buf, r.handle, routing, 1, out=out).combined_x is out
-    out = np.full((6, 512), np.nan, np.float16)
+    out = to_device(buf, np.full((6, 512), np.nan, np.float16))
     check_combine(buf, r.handle, routing, 1, dtype="float16", out=out)
 
 
@@ -88,13 +88,13 @@ def test_two_combine_areas(comm, make_buffer):
     r, routing = check_dispatch(buf, sent)
     first, second = buf.combine_input(r.handle), buf.combine_input(r.handle)
     assert first.shape == second.shape == r.recv_x.shape and first.dtype == BFLOAT16
-    first[...], second[...] = r.recv_x, 2 * to_host(r.recv_x)
+    first[...], second[...] = r.recv_x, to_device(buf, 2 * to_host(r.recv_x))
     if len(first):
-        assert first.ctypes.data != second.ctypes.data
+        assert address_of(first) != address_of(second)
     error = raised(lambda: buf.combine_input(r.handle))
     assert isinstance(error, epcy.StateError) and "both combine areas" in str(error)
     # rows outside of the Buffer need an area too
-    staged = np.array(r.recv_x)
+    staged = r.recv_x.copy()
     error = raised(lambda: buf.combine(staged, r.handle))
     assert isinstance(error, epcy.StateError) and "both combine areas" in str(error)
     comm.Barrier()
@@ -118,7 +118,7 @@ def test_recv_x_as_y(comm, make_buffer, layout):
     rows = [one.recv_x for one in received]
     want, want_weights = reference.combine(rows, routing, [one.recv_topk_weights for one in received]
                                            if layout == "rank" else sent.weights)[comm.rank]  # fmt: skip
-    weights = r.recv_topk_weights if layout == "rank" else sent.weights[comm.rank]  # in the area where y lies
+    weights = r.recv_topk_weights if layout == "rank" else mine(buf, sent)[2]  # in the area where y lies
     c = buf.combine(r.recv_x, r.handle, weights)
     assert_bits(c.combined_x, want, "combined_x")
     if layout == "rank":
@@ -131,14 +131,14 @@ def test_part_of_a_larger_array_as_y(comm, make_buffer):
     sent = draw(3, comm.size, 6, num_experts=4 * comm.size)
     r, routing = check_dispatch(buf, sent)
     want = to_host(buf.combine(r.recv_x, r.handle).combined_x)
-    wide = np.zeros((len(r.recv_x), 1024), BFLOAT16)
+    wide = buf.xp.zeros((len(r.recv_x), 1024), BFLOAT16)
     wide[:, 256:768] = r.recv_x
     assert_bits(buf.combine(wide[:, 256:768], r.handle).combined_x, want, "strided")
-    assert_bits(buf.combine(np.asfortranarray(r.recv_x), r.handle).combined_x, want, "column-major")
-    backwards = np.array(to_host(r.recv_x)[::-1])
+    assert_bits(buf.combine(buf.xp.asfortranarray(r.recv_x), r.handle).combined_x, want, "column-major")
+    backwards = to_device(buf, np.array(to_host(r.recv_x)[::-1]))
     assert_bits(buf.combine(backwards[::-1], r.handle).combined_x, want, "backwards")
-    x = sent.xs[comm.rank]
-    buf.dispatch(x, sent.idxs[comm.rank], num_worst_tokens=16 * comm.size)
+    x, idx, _ = mine(buf, sent)
+    buf.dispatch(x, idx, num_worst_tokens=16 * comm.size)
     old = r.recv_x[::-1]
     assert len(old) == len(r.recv_x)
     backwards = old[::-1]
@@ -150,25 +150,27 @@ def test_c14_input_freed_at_once(comm, make_buffer):
     want = 1 + 16 * (comm.rank % 8) + np.arange(16) % 16
     idx = np.full((16, 2), -1)
     idx[:, 0] = 4 * ((comm.rank + 1) % comm.size)
+    idx = to_device(buf, idx)
     for _ in range(5):
-        x = counted_rows(comm, 16)
+        x = to_device(buf, counted_rows(comm, 16))
         r = buf.dispatch(x, idx, async_finish=True)
         del x
         gc.collect()
-        noise = [np.full((16, 512), np.nan, BFLOAT16) for _ in range(8)]
+        noise = [to_device(buf, np.full((16, 512), np.nan, BFLOAT16)) for _ in range(8)]
         r.event.current_stream_wait()
-        y = np.array(r.recv_x)
+        y = r.recv_x.copy()
         c = buf.combine(y, r.handle, async_finish=True, previous_event=r.event)
         c.event.synchronize()
-        y[...] = np.nan
+        y.fill(np.nan)
         assert np.array_equal(to_host(c.combined_x).astype(np.float32)[:, 7], want.astype(np.float32))
         del noise
 
 
+@pytest.mark.host_only("a view into a freed Buffer on a GPU must not be used at all")
 def test_views_after_free_are_not_the_next_buffers_memory(comm, make_buffer):
     """Arrays that look into a freed Buffer may hold anything, but never somebody else's rows."""
     buf = make_buffer()
-    x, idx = counted_rows(comm, 16), np.zeros((16, 2), np.int64)
+    x, idx = to_expert_0(buf, 16)
     r = buf.dispatch(x, idx)
     view = r.recv_x
     buf.free()
