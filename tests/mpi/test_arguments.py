@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import epcy
-from mpi.cases import BFLOAT16, check_combine, check_dispatch, draw, raised
+from mpi.cases import BFLOAT16, check_combine, check_dispatch, draw, raised, to_device
 
 T, H, K = 4, 512, 2
 X = np.ones((T, H), BFLOAT16)
@@ -16,14 +16,23 @@ W = np.ones((T, K), np.float32)
 PAYLOAD, SCALES = np.ones((T, H), np.uint8), np.ones((T, 4), np.float32)
 
 
+def place(buf, options):
+    """The options with their arrays in the backend's memory; a function is called with the array module."""
+    return {
+        name: to_device(buf, value(buf.xp) if callable(value) else value) for name, value in options.items()
+    }
+
+
 def d(*texts, error=epcy.ArgumentError, x=X, idx=IDX, w=None, **options):
     """A dispatch that is wrong; the texts that its error must hold, the argument's name first."""
-    return texts, error, lambda buf, handle, x=x, idx=idx, w=w: buf.dispatch(x, idx, w, **options)
+    options |= {"x": x, "topk_idx": idx, "topk_weights": w}
+    return texts, error, lambda buf, handle: buf.dispatch(**place(buf, options))
 
 
 def again(*texts, x=X, **options):
     """A dispatch on a handle that is wrong."""
-    return texts, epcy.ArgumentError, lambda buf, handle: buf.dispatch(x, handle=handle, **options)
+    options["x"] = x
+    return texts, epcy.ArgumentError, lambda buf, handle: buf.dispatch(handle=handle, **place(buf, options))
 
 
 def c(*texts, rows=None, **options):
@@ -31,7 +40,8 @@ def c(*texts, rows=None, **options):
 
     def call(buf, handle):
         y = np.ones((handle.num_rows, H), BFLOAT16)
-        return buf.combine(y if rows is None else rows(y), handle, **options)
+        y = to_device(buf, y if rows is None else rows(y))
+        return buf.combine(y, handle, **place(buf, options))
 
     return texts, epcy.ArgumentError, call
 
@@ -80,6 +90,7 @@ DISPATCH = {
     ),
     "num_worst_tokens is a string": d("num_worst_tokens: ", "whole number", "'8'", num_worst_tokens="8"),
     "a stream": d("stream: ", "None", "7", stream=7),
+    "a stream by name": d("stream: ", "stream", "'s'", stream="s"),
     "an event that is none": d("previous_event: ", "Event", "'now'", previous_event="now"),
     "out is a string": d("out: ", "array", "str", out="mine"),
     "out of another H": d("out: ", "512", "(64, 256)", out=np.zeros((64, 256), BFLOAT16)),
@@ -110,16 +121,18 @@ COMBINE = {
     "second bias is wrong": c("bias[1]: ", "(4, 512)", "(4, 8)", bias=(X, X[:, :8])),
     "out of another T": c("out: ", "(4, 512)", "(5, 512)", out=np.zeros((5, H), BFLOAT16)),
     "out of another dtype": c("out: ", "bfloat16", "float32", out=np.zeros((T, H), np.float32)),
-    "out is not contiguous": c("out: ", "contiguous", out=np.zeros((T, 2 * H), BFLOAT16)[:, ::2]),
+    "out is not contiguous": c("out: ", "contiguous", out=lambda xp: xp.zeros((T, 2 * H), BFLOAT16)[:, ::2]),
     "out is True": c("out: ", "array", "bool", out=True),
     "a stream": c("stream: ", "None", "'s'", stream="s"),
     "an event that is none": c("previous_event: ", "Event", "1", previous_event=1),
     "handle is None": (
         ("handle: ", "NoneType"),
         epcy.ArgumentError,
-        lambda buf, handle: buf.combine(X, None),
+        lambda buf, handle: buf.combine(to_device(buf, X), None),
     ),
 }
+# CuPy has no arrays of the other byte order, and a number may be a stream's address.
+HOST_ONLY = {"x is of the other byte order", "a stream"}
 
 
 @pytest.fixture
@@ -130,10 +143,12 @@ def buf(make_buffer):
 @pytest.mark.parametrize("everybody", [False, True])
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
 def test_wrong_argument(comm, buf, everybody, operation):
-    handle = buf.dispatch(X, IDX).handle
+    handle = buf.dispatch(*to_device(buf, (X, IDX))).handle
     for number, (title, (texts, kind, wrong)) in enumerate(
         (DISPATCH if operation == "dispatch" else COMBINE).items()
     ):
+        if title in HOST_ONLY and buf.backend != "host":
+            continue
         culprit = number % comm.size
         if everybody or comm.rank == culprit:
             error = raised(lambda: wrong(buf, handle))  # noqa: B023
@@ -145,10 +160,10 @@ def test_wrong_argument(comm, buf, everybody, operation):
         else:
             good = np.ones((handle.num_rows, H), BFLOAT16)
             right = {"dispatch": (buf.dispatch, X, IDX), "combine": (buf.combine, good, handle)}[operation]
-            error = raised(functools.partial(*right))
+            error = raised(functools.partial(*to_device(buf, right)))
             assert type(error) is epcy.PeerError and error.ranks == (culprit,), f"{title}: {error!r}"
             assert f"rank {culprit} refused {operation}" in str(error), f"{title}: {error}"
-            told = str(error).partition("): ")[2]
+            told = str(error).partition(": ")[2]
         if not everybody and number % 8 == 0:
             assert len(set(comm.allgather(told))) == 1, f"{title}: {told}"
     sent = draw(1, comm.size, 5, num_experts=4 * comm.size)
@@ -157,15 +172,16 @@ def test_wrong_argument(comm, buf, everybody, operation):
 
 
 def test_wrong_arguments_of_local_calls(comm, buf):
-    handle = buf.dispatch(X, IDX).handle
+    handle = buf.dispatch(*to_device(buf, (X, IDX))).handle
+    wide, weights, negative = to_device(buf, (np.zeros((4, 3), np.int64), W, IDX - 2))
     for texts, call in (
         (("handle", "int"), lambda: buf.combine_input(3)),
         (("dtype", "float32", "bfloat16"), lambda: buf.combine_input(handle, np.float32)),
         (("dtype", "int8"), lambda: buf.combine_input(handle, "int8")),
         (("dtype", "nonsense"), lambda: buf.combine_input(handle, "nonsense")),
-        (("topk_idx", "(T, 2)", "(4, 3)"), lambda: buf.get_dispatch_layout(np.zeros((4, 3), np.int64))),
-        (("topk_idx", "float32"), lambda: buf.get_dispatch_layout(W)),
-        (("topk_idx[0, 0]", "-2"), lambda: buf.get_dispatch_layout(IDX - 2)),
+        (("topk_idx", "(T, 2)", "(4, 3)"), lambda: buf.get_dispatch_layout(wide)),
+        (("topk_idx", "float32"), lambda: buf.get_dispatch_layout(weights)),
+        (("topk_idx[0, 0]", "-2"), lambda: buf.get_dispatch_layout(negative)),
     ):
         error = raised(call)
         assert type(error) is epcy.ArgumentError, repr(error)
@@ -176,8 +192,9 @@ def test_wrong_arguments_of_local_calls(comm, buf):
 
 def test_error_after_the_exchange_keeps_the_others_right(comm, buf):
     """`out` turns out too small on one rank when the rows have come: that rank alone raises."""
-    out = np.zeros((1, H), BFLOAT16) if comm.rank == 0 else True
-    error = raised(lambda: buf.dispatch(X, IDX, out=out))
+    out = buf.xp.zeros((1, H), BFLOAT16) if comm.rank == 0 else True
+    x, idx = to_device(buf, (X, IDX))
+    error = raised(lambda: buf.dispatch(x, idx, out=out))
     if comm.rank == 0:
         assert type(error) is epcy.ArgumentError and "out" in str(error) and str(4 * comm.size) in str(error)
     else:
@@ -199,6 +216,7 @@ def test_rows_that_are_no_multiple_of_16_bytes(comm, backend):
             assert text in str(error)
 
 
+@pytest.mark.host_only("CuPy has no float8 arrays")
 def test_float8_out_takes_bytes(comm, buf):
     sent = draw(2, comm.size, 5, num_experts=4 * comm.size, dtype="fp8", special=True)
     out = np.zeros((64, H), ml_dtypes.float8_e4m3fn), np.zeros((64, 4), np.float32)

@@ -1,4 +1,7 @@
-"""Arrays of every kind as inputs: strided, column-major, read-only, misaligned, DLPack, the buffer protocol."""
+"""Arrays of every kind as inputs: strided, column-major, read-only, misaligned, DLPack, the buffer protocol.
+
+A kind is a function of the array module and a contiguous array.
+"""
 
 import array
 import ctypes
@@ -8,61 +11,73 @@ import pytest
 
 import epcy
 from epcy import reference
-from mpi.cases import BFLOAT16, Sent, assert_bits, draw, raised, to_host
+from mpi.cases import BFLOAT16, Sent, assert_bits, draw, mine, raised, to_device, to_host
 
 
-def fortran(a):
-    return np.asfortranarray(a)
+def contiguous(xp, a):
+    return xp.ascontiguousarray(a)
 
 
-def strided_rows(a):
-    wide = np.zeros((len(a), 2 * a.shape[1] + 3), a.dtype)
+def fortran(xp, a):
+    return xp.asfortranarray(a)
+
+
+def strided_rows(xp, a):
+    wide = xp.zeros((len(a), 2 * a.shape[1] + 3), a.dtype)
     wide[:, : a.shape[1]] = a
     return wide[:, : a.shape[1]]
 
 
-def every_second_row(a):
-    tall = np.zeros((2 * len(a), a.shape[1]), a.dtype)
+def every_second_row(xp, a):
+    tall = xp.zeros((2 * len(a), a.shape[1]), a.dtype)
     tall[::2] = a
     return tall[::2]
 
 
-def every_second_column(a):
-    wide = np.zeros((len(a), 2 * a.shape[1]), a.dtype)
+def every_second_column(xp, a):
+    wide = xp.zeros((len(a), 2 * a.shape[1]), a.dtype)
     wide[:, ::2] = a
     return wide[:, ::2]
 
 
-def backwards(a):
-    return np.ascontiguousarray(a[::-1])[::-1]
+def backwards(xp, a):
+    return xp.ascontiguousarray(a[::-1])[::-1]
 
 
-def read_only(a):
+def one_element_on(xp, a):
+    raw = xp.zeros(a.size + 1, a.dtype)
+    raw[1:] = a.ravel()
+    return raw[1:].reshape(a.shape)
+
+
+def read_only(xp, a):
     a = a.copy()
     a.flags.writeable = False
     return a
 
 
-def misaligned(a):
+def misaligned(xp, a):
     raw = np.zeros(a.nbytes + 1, np.uint8)
     raw[1:] = np.frombuffer(a.tobytes(), np.uint8)
     return raw[1:].view(a.dtype).reshape(a.shape)
 
 
-def subclass(a):
+def subclass(xp, a):
     return a.view(type("Mine", (np.ndarray,), {}))
 
 
-KINDS = [
-    fortran,
-    strided_rows,
-    every_second_row,
-    every_second_column,
-    backwards,
-    read_only,
-    misaligned,
-    subclass,
-]
+KINDS = [fortran, strided_rows, every_second_row, every_second_column, backwards, one_element_on]
+HOST_KINDS = [read_only, misaligned, subclass]
+
+
+def kinds(buf):
+    """Every kind of array that the backend's array module has, as functions of an array or a pair."""
+    for kind in KINDS + (HOST_KINDS if buf.xp is np else []):
+
+        def apply(a, kind=kind):
+            return tuple(map(apply, a)) if isinstance(a, tuple) else kind(buf.xp, a)
+
+        yield kind.__name__, apply
 
 
 def sent_and_wanted(comm, dtype, layout):
@@ -78,13 +93,12 @@ def sent_and_wanted(comm, dtype, layout):
 def test_kinds_of_arrays(comm, make_buffer, dtype, layout):
     buf = make_buffer()
     sent, want, _ = sent_and_wanted(comm, dtype, layout)
-    x, idx, weights = (one[comm.rank] for one in (sent.xs, sent.idxs, sent.weights))
-    for kind in KINDS:
-        given = tuple(map(kind, x)) if dtype == "fp8" else kind(x)
-        r = buf.dispatch(given, kind(idx), kind(weights), layout=layout)
-        assert_bits(r.recv_x, want.recv_x, f"{kind.__name__}: recv_x")
-        assert_bits(r.recv_topk_idx, want.recv_topk_idx, f"{kind.__name__}: recv_topk_idx")
-        assert_bits(r.recv_topk_weights, want.recv_topk_weights, f"{kind.__name__}: recv_topk_weights")
+    x, idx, weights = mine(buf, sent)
+    for name, kind in kinds(buf):
+        r = buf.dispatch(kind(x), kind(idx), kind(weights), layout=layout)
+        assert_bits(r.recv_x, want.recv_x, f"{name}: recv_x")
+        assert_bits(r.recv_topk_idx, want.recv_topk_idx, f"{name}: recv_topk_idx")
+        assert_bits(r.recv_topk_weights, want.recv_topk_weights, f"{name}: recv_topk_weights")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -95,12 +109,13 @@ def test_kinds_of_arrays_in_combine(comm, make_buffer, dtype):
     ys = [rng.standard_normal((routing.num_rows(r), 512)).astype(sent.xs[0].dtype) for r in range(comm.size)]
     ws = [rng.standard_normal((routing.num_rows(r), 2)).astype(np.float32) for r in range(comm.size)]
     want, want_weights = reference.combine(ys, routing, ws, bias=sent.xs)[comm.rank]
-    handle = buf.dispatch(sent.xs[comm.rank], sent.idxs[comm.rank]).handle
-    for kind in KINDS:
-        y, w, bias = kind(ys[comm.rank]), kind(ws[comm.rank]), kind(sent.xs[comm.rank])
-        c = buf.combine(y, handle, w, bias=bias)
-        assert_bits(c.combined_x, want, f"{kind.__name__}: combined_x")
-        assert_bits(c.combined_topk_weights, want_weights, f"{kind.__name__}: combined_topk_weights")
+    x, idx, _ = mine(buf, sent)
+    y, w = to_device(buf, (ys[comm.rank], ws[comm.rank]))
+    handle = buf.dispatch(x, idx).handle
+    for name, kind in kinds(buf):
+        c = buf.combine(kind(y), handle, kind(w), bias=kind(x))
+        assert_bits(c.combined_x, want, f"{name}: combined_x")
+        assert_bits(c.combined_topk_weights, want_weights, f"{name}: combined_topk_weights")
 
 
 class Exporter:
@@ -126,15 +141,18 @@ class Interface(Exporter):
     def __array_interface__(self):
         return self.a.__array_interface__
 
+    @property
+    def __cuda_array_interface__(self):
+        return self.a.__cuda_array_interface__
+
 
 @pytest.mark.parametrize("protocol", [DLPack, Interface])
 def test_exporters(comm, make_buffer, protocol):
     buf = make_buffer(dtype="float32")
     for dtype in ("float16", "float32"):
         sent, want, _ = sent_and_wanted(comm, dtype, "rank")
-        x, idx, weights = (one[comm.rank] for one in (sent.xs, sent.idxs, sent.weights))
-        for kind in (np.ascontiguousarray, fortran, every_second_row):
-            r = buf.dispatch(protocol(kind(x)), protocol(kind(idx)), protocol(kind(weights)))
+        for kind in (contiguous, fortran, every_second_row):
+            r = buf.dispatch(*(protocol(kind(buf.xp, a)) for a in mine(buf, sent)))
             assert_bits(r.recv_x, want.recv_x, "recv_x")
             assert_bits(r.recv_topk_idx, want.recv_topk_idx, "recv_topk_idx")
             assert_bits(r.recv_topk_weights, want.recv_topk_weights, "recv_topk_weights")
@@ -145,6 +163,7 @@ class Raises(DLPack):
         raise BufferError("a gradient is required")
 
 
+@pytest.mark.host_only("NumPy's arrays and exporters of them")
 @pytest.mark.parametrize(
     ("x", "text"),
     [
@@ -164,10 +183,11 @@ def test_arrays_that_cannot_be_used(comm, make_buffer, x, text):
 
 def test_empty_exporter(comm, make_buffer):
     buf = make_buffer(dtype="float32")
-    r = buf.dispatch(DLPack(np.zeros((0, 512), np.float32)), DLPack(np.zeros((0, 2), np.int64)))
+    r = buf.dispatch(DLPack(buf.xp.zeros((0, 512), np.float32)), DLPack(buf.xp.zeros((0, 2), np.int64)))
     assert r.recv_x.shape == (0, 512)
 
 
+@pytest.mark.host_only("the buffer protocol is for host memory")
 def test_buffer_protocol(comm, make_buffer):
     buf = make_buffer(dtype="float32")
     num_experts = 4 * comm.size
@@ -186,20 +206,21 @@ def test_buffer_protocol(comm, make_buffer):
     assert_bits(r.recv_topk_weights, received[comm.rank].recv_topk_weights, "recv_topk_weights")
 
 
+@pytest.mark.host_only("CuPy has no float8 arrays")
 def test_float8_arrays(comm, make_buffer):
     import ml_dtypes
 
     buf = make_buffer()
     sent, want, _ = sent_and_wanted(comm, "fp8", "rank")
     payload, scales = sent.xs[comm.rank]
-    r = buf.dispatch((payload.view(ml_dtypes.float8_e4m3fn), fortran(scales)), sent.idxs[comm.rank])
+    r = buf.dispatch((payload.view(ml_dtypes.float8_e4m3fn), fortran(np, scales)), sent.idxs[comm.rank])
     assert_bits(r.recv_x, want.recv_x, "recv_x")
 
 
 def test_one_row_for_all_tokens(comm, make_buffer):
     buf = make_buffer()
-    x = np.broadcast_to(np.full(512, comm.rank, BFLOAT16), (8, 512))
-    r = buf.dispatch(x, np.zeros((8, 2), np.int64))
+    x = buf.xp.broadcast_to(to_device(buf, np.full(512, comm.rank, BFLOAT16)), (8, 512))
+    r = buf.dispatch(x, buf.xp.zeros((8, 2), np.int64))
     got = to_host(r.recv_x).astype(np.float32)
     if comm.rank == 0:
         assert np.array_equal(got[:, 3], np.repeat(np.arange(comm.size), 8))

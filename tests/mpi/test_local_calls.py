@@ -9,7 +9,7 @@ import pytest
 
 import epcy
 from epcy import reference, status
-from mpi.cases import assert_bits, check_combine, check_dispatch, draw, raised, to_host
+from mpi.cases import assert_bits, check_combine, check_dispatch, draw, mine, raised, to_device, to_host
 
 
 @pytest.mark.parametrize("ids", [np.int64, np.int32])
@@ -18,7 +18,7 @@ def test_get_dispatch_layout(comm, make_buffer, ids):
     for seed, num_tokens in enumerate((0, 1, 16, 300)):  # a local count: any T will do
         size = {"num_experts": 4 * comm.size, "num_topk": 4, "hidden": 8}
         idx = draw(seed, comm.size, num_tokens, ids=ids, **size).idxs[comm.rank]
-        got = buf.get_dispatch_layout(idx)
+        got = buf.get_dispatch_layout(to_device(buf, idx))
         want = reference.get_dispatch_layout(idx, num_ranks=comm.size, num_experts=4 * comm.size)
         names = ("num_tokens_per_rank", "num_tokens_per_node", "num_tokens_per_expert", "is_token_in_rank")
         for name, one, other in zip(names, got, want, strict=True):
@@ -29,7 +29,7 @@ def test_get_dispatch_layout(comm, make_buffer, ids):
 def test_layout_agrees_with_dispatch(comm, make_buffer):
     buf = make_buffer()
     sent = draw(1, comm.size, 9, num_experts=4 * comm.size)
-    per_rank, _, per_expert, _ = buf.get_dispatch_layout(sent.idxs[comm.rank])
+    per_rank, _, per_expert, _ = buf.get_dispatch_layout(mine(buf, sent)[1])
     r, _ = check_dispatch(buf, sent)
     assert sum(comm.alltoall(to_host(per_rank).tolist())) == len(r.recv_x)
     total = np.sum(comm.allgather(to_host(per_expert)), 0).reshape(comm.size, -1)[comm.rank]
@@ -39,9 +39,10 @@ def test_layout_agrees_with_dispatch(comm, make_buffer):
 def test_events(comm, make_buffer):
     buf = make_buffer()
     sent = draw(1, comm.size, 9, num_experts=4 * comm.size)
+    x, idx, _ = mine(buf, sent)
     event = buf.capture()
     assert isinstance(event, epcy.Event) and epcy.EventOverlap is epcy.Event
-    r = buf.dispatch(sent.xs[comm.rank], sent.idxs[comm.rank], previous_event=event, async_finish=True)
+    r = buf.dispatch(x, idx, previous_event=event, async_finish=True)
     r.event.current_stream_wait()
     c = buf.combine(r.recv_x, r.handle, previous_event=r.event, async_finish=True)
     c.event.synchronize()
@@ -76,14 +77,17 @@ def test_warmup_keeps_areas_that_are_given_out(comm, make_buffer):
     sent = draw(1, comm.size, 9, num_experts=4 * comm.size)
     r, routing = check_dispatch(buf, sent)
     y = buf.combine_input(r.handle)
-    y[...] = 3
+    y.fill(3)
     buf.warmup()
-    assert (y.astype(np.float32) == 3).all()
+    assert (to_host(y).astype(np.float32) == 3).all()
 
 
 # ---- status pages
 
+PAGES = pytest.mark.host_only("the host backend's status pages")
 
+
+@PAGES
 def test_status_page(comm, make_buffer, same, tmp_path):
     folder = same(str(tmp_path / "pages"))
     buf = make_buffer(status_dir=folder)
@@ -109,6 +113,7 @@ def test_status_page(comm, make_buffer, same, tmp_path):
     assert os.listdir(folder) == []
 
 
+@PAGES
 def test_status_page_tells_where_a_rank_waits(comm, make_buffer, same, tmp_path):
     if comm.size == 1:
         pytest.skip("two ranks")
@@ -127,6 +132,7 @@ def test_status_page_tells_where_a_rank_waits(comm, make_buffer, same, tmp_path)
     buf.barrier()
 
 
+@PAGES
 def test_no_status_page(comm, make_buffer, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     make_buffer(status_dir="").barrier()
@@ -144,9 +150,11 @@ def test_variables(comm, make_buffer, monkeypatch, tmp_path):
     monkeypatch.setenv("EPCY_STATUS_DIR", str(tmp_path / "mine"))
     monkeypatch.setenv("EPCY_NUM_MAX_RECV_TOKENS", "333")
     buf = make_buffer(num_sms=1)
-    got = {name: buf.options[name] for name in ("timeout", "num_sms", "spin_us", "preinitialize")}
-    assert got == {"timeout": 12.5, "num_sms": 1, "spin_us": 0.0, "preinitialize": True}
-    assert buf.options["num_max_recv_tokens"] == 333 and len(os.listdir(tmp_path / "mine")) == 1
+    got = {name: buf.options[name] for name in ("timeout", "spin_us", "preinitialize", "num_max_recv_tokens")}
+    assert got == {"timeout": 12.5, "spin_us": 0.0, "preinitialize": True, "num_max_recv_tokens": 333}
+    assert buf.num_sms == (1 if buf.backend == "host" else comm.size)  # a block a peer
+    if buf.backend == "host":
+        assert len(os.listdir(tmp_path / "mine")) == 1
     sent = draw(1, comm.size, 9, num_experts=4 * comm.size)
     check_dispatch(buf, sent)
 

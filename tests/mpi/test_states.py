@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import epcy
-from mpi.cases import BFLOAT16, check_combine, check_dispatch, counted_rows, draw, raised
+from mpi.cases import BFLOAT16, check_combine, check_dispatch, draw, raised, to_expert_0
 
 
 def calls(buf, handle=None):
     """Every call of a Buffer, by name."""
-    x, idx = np.zeros((1, 512), BFLOAT16), np.zeros((1, 2), np.int64)
+    x, idx = buf.xp.zeros((1, 512), BFLOAT16), buf.xp.zeros((1, 2), np.int64)
     return {
         "dispatch": lambda: buf.dispatch(x, idx),
         "combine": lambda: buf.combine(x, handle),
@@ -105,7 +105,7 @@ def test_reset_on_one_rank_releases_the_others(comm, make_buffer):
     if comm.size == 1:
         pytest.skip("two ranks")
     buf = make_buffer(timeout=20)
-    x, idx = counted_rows(comm, 2), np.zeros((2, 2), np.int64)
+    x, idx = to_expert_0(buf, 2)
     buf.dispatch(x, idx)
     if comm.rank:
         start = time.monotonic()
@@ -132,7 +132,7 @@ def test_free_meets_dispatch(comm, make_buffer):
     if comm.size == 1:
         pytest.skip("two ranks")
     buf = make_buffer(timeout=5)
-    x, idx = counted_rows(comm, 2), np.zeros((2, 2), np.int64)
+    x, idx = to_expert_0(buf, 2)
     start = time.monotonic()
     error = raised(buf.free if comm.rank == 0 else lambda: buf.dispatch(x, idx))
     assert type(error) is epcy.MismatchError and "in free" in str(error)
@@ -158,7 +158,7 @@ def test_leaked_buffer_warns(comm, backend):
 
 def test_pickle_and_copy(comm, make_buffer):
     buf = make_buffer()
-    handle = buf.dispatch(counted_rows(comm, 2), np.zeros((2, 2), np.int64)).handle
+    handle = buf.dispatch(*to_expert_0(buf, 2)).handle
     for way in (pickle.dumps, copy.copy, copy.deepcopy):
         error = raised(lambda: way(buf))  # noqa: B023
         assert isinstance(error, epcy.NotSupportedError) and "pickle" in str(error)
@@ -168,7 +168,7 @@ def test_pickle_and_copy(comm, make_buffer):
 @pytest.mark.parametrize("num_sms", [1, 2])
 def test_fork(comm, make_buffer, num_sms):
     buf = make_buffer(num_sms=num_sms)
-    r = buf.dispatch(counted_rows(comm, 2), np.zeros((2, 2), np.int64))
+    r = buf.dispatch(*to_expert_0(buf, 2))
     table = calls(buf, r.handle)
     child = os.fork()
     if child == 0:
@@ -260,7 +260,7 @@ def test_broken_then_reset(comm, make_buffer):
     if comm.size == 1:
         pytest.skip("two ranks")
     buf = make_buffer(timeout=0.3)
-    x, idx = counted_rows(comm, 2), np.zeros((2, 2), np.int64)
+    x, idx = to_expert_0(buf, 2)
     for turn in range(2):
         r = buf.dispatch(x, idx)
         buf.combine_input(r.handle)  # never given back: reset does

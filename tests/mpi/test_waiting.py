@@ -3,11 +3,10 @@
 import threading
 import time
 
-import numpy as np
 import pytest
 
 import epcy
-from mpi.cases import check_combine, check_dispatch, counted_rows, draw, raised
+from mpi.cases import check_combine, check_dispatch, draw, raised, to_expert_0
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +17,7 @@ def two_ranks(comm):
 
 def test_c11_too_late(comm, make_buffer):
     buf = make_buffer(timeout=0.5)
-    x, idx = counted_rows(comm, 2), np.zeros((2, 2), np.int64)
+    x, idx = to_expert_0(buf, 2)
     buf.barrier()
     late = comm.size - 1
     start = time.monotonic()
@@ -58,7 +57,7 @@ def test_c11_late_but_in_time(comm, make_buffer):
 @pytest.mark.parametrize("operation", ["combine", "barrier", "reset", "free"])
 def test_every_collective_call_is_bounded(comm, make_buffer, operation):
     buf = make_buffer(timeout=0.3)
-    r = buf.dispatch(counted_rows(comm, 2), np.zeros((2, 2), np.int64))
+    r = buf.dispatch(*to_expert_0(buf, 2))
     calls = {"combine": lambda: buf.combine(r.recv_x, r.handle), "barrier": buf.barrier}
     calls |= {"reset": buf.reset, "free": buf.free}
     start = time.monotonic()
@@ -86,6 +85,7 @@ def test_constructor_is_bounded(comm, backend):
 
 def test_c15_other_threads_run(comm, make_buffer):
     buf = make_buffer(timeout=20)
+    x, idx = to_expert_0(buf, 2)
     buf.barrier()
     late = comm.size - 1
     if comm.rank == late:
@@ -100,7 +100,7 @@ def test_c15_other_threads_run(comm, make_buffer):
     thread = threading.Thread(target=count)
     thread.start()
     start = time.monotonic()
-    buf.dispatch(counted_rows(comm, 2), np.zeros((2, 2), np.int64))
+    buf.dispatch(x, idx)
     waited = time.monotonic() - start
     reached = counts[0]
     over.set()

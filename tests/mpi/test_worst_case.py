@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import epcy
-from mpi.cases import check_combine, check_dispatch, counted_rows, draw, raised, to_host
+from mpi.cases import check_combine, check_dispatch, counted_rows, draw, mine, raised, to_expert_0, to_host
 
 
 @pytest.mark.parametrize("layout, alignment", [("rank", 1), ("expert", 1), ("expert", 4)])
@@ -101,8 +101,7 @@ def test_bad_ids_count_as_unused_and_are_told_later(comm, make_buffer, layout):
 def test_receive_area_too_small(comm, make_buffer):
     """More rows than num_max_recv_tokens where a rank waits: an error on all, and the Buffer goes on."""
     buf = make_buffer(num_max_tokens_per_rank=8, num_max_recv_tokens=6)
-    x = counted_rows(comm, 8)
-    idx = np.zeros((8, 2), np.int64)
+    x, idx = to_expert_0(buf, 8)
     idx[:, 1] = -1
     for worst in (0, 6 if comm.rank else 0):  # the second time only rank 0 waits for its count
         error = raised(lambda: buf.dispatch(x, idx, num_worst_tokens=worst))  # noqa: B023
@@ -114,7 +113,7 @@ def test_receive_area_too_small(comm, make_buffer):
         else:
             assert error is None and isinstance(raised(buf.check), epcy.PeerError)
         comm.Barrier()
-    r = buf.dispatch(x[:6], idx[:6] if comm.rank == 0 else np.full((6, 2), -1))
+    r = buf.dispatch(x[:6], idx[:6] if comm.rank == 0 else idx[:6] * 0 - 1)
     assert len(r.recv_x) == (6 if comm.rank == 0 else 0)
 
 
@@ -123,7 +122,7 @@ def test_refusal_reaches_ranks_that_wait_and_ranks_that_do_not(comm, make_buffer
     if comm.size < 3:
         pytest.skip("three ranks")
     buf = make_buffer(timeout=3)
-    x, idx = counted_rows(comm, 4), np.zeros((4, 2), np.int64)
+    x, idx = to_expert_0(buf, 4)
     worst = 16 if comm.rank % 3 == 2 else 0
     given = idx if comm.rank else idx.astype(np.float32)
     error = raised(lambda: buf.dispatch(x, given, num_worst_tokens=worst))
@@ -142,7 +141,7 @@ def test_refusal_beside_a_barrier(comm, make_buffer):
     if comm.size < 3:
         pytest.skip("three ranks")
     buf = make_buffer(timeout=3)
-    x, idx = counted_rows(comm, 4), np.zeros((4, 2), np.int64)
+    x, idx = to_expert_0(buf, 4)
     if comm.rank == 0:
         assert isinstance(raised(lambda: buf.dispatch(x[:, :8], idx)), epcy.ArgumentError)
     elif comm.rank == 1:
@@ -162,7 +161,7 @@ def test_refusal_leaves_a_handle_as_it_was(comm, make_buffer, layout):
     sent = draw(5, comm.size, 16, num_experts=4 * comm.size, dtype="float32")
     limit = 64 * comm.size
     r, routing = check_dispatch(buf, sent, layout=layout, worst=limit)
-    handle, x = r.handle, sent.xs[comm.rank]
+    handle, x = r.handle, mine(buf, sent)[0]
     if comm.rank == 0:
         assert isinstance(raised(lambda: buf.dispatch(x[:, :8], handle=handle)), epcy.ArgumentError)
     else:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import epcy
-from mpi.cases import check_combine, check_dispatch, draw
+from mpi.cases import check_combine, check_dispatch, draw, to_device, to_host
 from parallel import AGREEMENT, given
 
 MAX_TOKENS = 24
@@ -99,7 +99,9 @@ def test_layout_counts(comm, make_buffer, buffers_by_topk, num_tokens, seed, num
         buffers_by_topk[num_topk] = make_buffer(num_topk=num_topk, num_max_tokens_per_rank=MAX_TOKENS)
     rng = np.random.default_rng([seed, comm.rank])
     topk_idx = rng.integers(-1, 4 * comm.size, (num_tokens, num_topk))
-    per_rank, per_node, per_expert, in_rank = buffers_by_topk[num_topk].get_dispatch_layout(topk_idx)
+    buf = buffers_by_topk[num_topk]
+    got = buf.get_dispatch_layout(to_device(buf, topk_idx))
+    per_rank, per_node, per_expert, in_rank = map(to_host, got)
     want = np.zeros((num_tokens, comm.size), bool)
     for t, row in enumerate(topk_idx):
         want[t, row[row >= 0] // 4] = True

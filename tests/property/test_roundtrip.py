@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from mpi.cases import Sent, check_combine, check_dispatch, draw, raised, to_host
+from mpi.cases import Sent, check_combine, check_dispatch, draw, raised, to_device, to_host
 from parallel import given
 
 NUM_TOPK, HIDDEN, NUM_LOCAL, MOST = 3, 32, 3, 6
@@ -118,7 +118,7 @@ def test_sum_of_what_was_sent(comm, buf, call):
     sent = sent_of(call, comm.size)
     idx = sent.idxs[comm.rank]
     x = np.tile((np.arange(len(idx)) % 8 + 1).astype(np.float32)[:, None], (1, HIDDEN))
-    r = buf.dispatch(x, idx, layout=call.layout)
+    r = buf.dispatch(*to_device(buf, (x, idx)), layout=call.layout)
     got = to_host(buf.combine(r.recv_x, r.handle).combined_x)
     if call.layout == "rank":
         times = np.array([len({e // NUM_LOCAL for e in row if e >= 0}) for row in idx.tolist()], np.float32)
