@@ -27,7 +27,7 @@ from epcy.layout cimport EPCY_NUM_AREAS, epcy_heap_layout, epcy_num_local_expert
 from epcy.backends import bootstrap, symmetric, verdicts
 from epcy.backends.host import bound_exit
 from epcy.errors import (
-    ArgumentError, BackendError, CapacityError, HeapError, MismatchError, NotSupportedError, PeerError,
+    ArgumentError, BackendError, CapacityError, HeapError, NotSupportedError, PeerError,
     PeerTimeoutError, StateError)
 from epcy.status import OPERATIONS
 
@@ -546,12 +546,12 @@ cdef class NvshmemBackend(Backend):
                               EPCY_CUDA_TEXT_BYTES, np.uint8)
             raise PeerError(text.tobytes().partition(b"\0")[0].decode(errors="replace"), [rank])
         if verdict == EPCY_VERDICT_MISMATCH:
-            raise verdicts.mismatch(epoch, [(h & 7, h >> 3 & 7, h >> 6 & 1, h >> 7 & 1, h >> 8 & 1, h >> 9 & 1023,
-                                             h >> 19 & 511) for h in headers[:, 0].tolist()])
+            raise verdicts.mismatch(epoch, records(headers[:, 0].tolist()))
         counts = self.fetch(self.peers.control.counts + half * R * C * R * 8, R * C * R, np.uint64)
         counts = (counts & np.uint64(0xFFFFFFFF)).astype(np.int64).reshape(R, C, R)
         if verdict == EPCY_VERDICT_BAD_ID:
-            rank, chunk = (int(i) for i in np.argwhere(counts[:, :, 0] & EPCY_COUNT_BAD)[0])
+            places = np.argwhere(counts[:, :, 0] & EPCY_COUNT_BAD).tolist()
+            rank, chunk = next((place for place in places if place[0] == self.rank), places[0])
             slot = self.fetch(self.peers.control.bad + ((half * R + rank) * C + chunk) * 32, 3, np.int64).tolist()
             error = verdicts.bad_id(rank, *slot, self.shape.num_experts)
             raise error if rank == self.rank else PeerError(f"rank {rank} refused {op} (call {epoch}): {error}", [rank])
@@ -566,6 +566,8 @@ cdef class NvshmemBackend(Backend):
     cdef object late_error(self):
         """What a kernel reported for which the host did not wait, once; or None."""
         cdef epcy_report *r = self.mapped.report
+        cdef uint32_t *headers
+        cdef int i
         error = None
         if r.expired:
             self.broken = True
@@ -579,8 +581,8 @@ cdef class NvshmemBackend(Backend):
         elif r.late_verdict == EPCY_VERDICT_REFUSED:
             error = PeerError((<bytes>r.late_text).decode(errors="replace"), [r.late_rank])
         elif r.late_verdict == EPCY_VERDICT_MISMATCH:
-            error = MismatchError(f"operation: the ranks disagreed about a call that rank {self.rank} did not wait for"
-                                  "; every rank must make the same calls on a Buffer in the same order")
+            headers = <uint32_t *>&r.late_text[0]
+            error = verdicts.mismatch(headers[self.num_ranks], records([headers[i] for i in range(self.num_ranks)]))
         elif r.bad_epoch:
             error = verdicts.bad_id(self.rank, r.bad_token, r.bad_lane, r.bad_value, self.shape.num_experts)
         elif r.late_rows:
@@ -657,3 +659,8 @@ class Foreign:
 
     def __cuda_stream__(self):
         return 0, self.address
+
+
+def records(headers):
+    """Take headers apart: operation, dtype, layout, cached, has weights, alignment, routing of each rank."""
+    return [(h & 7, h >> 3 & 7, h >> 6 & 1, h >> 7 & 1, h >> 8 & 1, h >> 9 & 1023, h >> 19 & 511) for h in headers]

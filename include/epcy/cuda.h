@@ -94,9 +94,9 @@ typedef struct epcy_report {        /* its definition must not depend on the Buf
   /* The first bad id of this rank in a call whose host did not wait. */
   uint32_t bad_epoch, unused;
   int64_t bad_token, bad_lane, bad_value;
-  uint32_t late_verdict, late_rank; /* of a call whose host did not wait and which failed; who refused */
-  uint64_t late_rows, late_limit;   /* rows that came where there was room for fewer */
-  char late_text[EPCY_CUDA_TEXT_BYTES];
+  uint32_t late_verdict, late_rank;     /* of a call whose host did not wait and which failed; who refused */
+  uint64_t late_rows, late_limit;       /* rows that came where there was room for fewer */
+  char late_text[EPCY_CUDA_TEXT_BYTES]; /* of the refusal; or u32 headers[R], epoch of a mismatch */
   /* followed by u64 experts[L]: lanes for each local expert */
 } epcy_report;
 

@@ -117,6 +117,11 @@ struct Step {
         r->late_rank = q;
         break;
       }
+    if (verdict == EPCY_VERDICT_MISMATCH) { // what each rank did, for the host to compare; then the number of the call
+      uint32_t *headers = (uint32_t *)r->late_text;
+      for (int q = 0; q < num_ranks; q++) headers[q] = header_value(q, 0);
+      headers[num_ranks] = epoch;
+    }
     __threadfence_system();
     *(volatile uint32_t *)&r->late_verdict = verdict;
   }

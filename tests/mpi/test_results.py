@@ -159,7 +159,7 @@ def test_c14_input_freed_at_once(comm, make_buffer):
         noise = [to_device(buf, np.full((16, 512), np.nan, BFLOAT16)) for _ in range(8)]
         r.event.current_stream_wait()
         y = r.recv_x.copy()
-        c = buf.combine(y, r.handle, async_finish=True, previous_event=r.event)
+        c = buf.combine(y, r.handle, async_finish=True, previous_event=buf.capture())
         c.event.synchronize()
         y.fill(np.nan)
         assert np.array_equal(to_host(c.combined_x).astype(np.float32)[:, 7], want.astype(np.float32))
