@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from epcy.event import Event, EventOverlap
     from epcy.fp8 import cast_from_fp8, cast_to_fp8
     from epcy.handle import Combine, Dispatch, Handle
+    from epcy.startup import init
 
 __all__ = [
     "ArgumentError",
@@ -51,6 +52,7 @@ __all__ = [
     "cast_from_fp8",
     "cast_to_fp8",
     "get_include",
+    "init",
 ]
 
 # Extension modules load when a name of theirs is first used: `python -m epcy` must work where one is missing.
@@ -63,6 +65,7 @@ _LAZY = {
     "Combine": "epcy.handle",
     "cast_to_fp8": "epcy.fp8",
     "cast_from_fp8": "epcy.fp8",
+    "init": "epcy.startup",
 }
 
 

@@ -27,7 +27,7 @@ from epcy.layout cimport EPCY_NUM_AREAS, epcy_heap_layout, epcy_num_local_expert
 from epcy.backends import bootstrap, symmetric, verdicts
 from epcy.backends.host import bound_exit
 from epcy.errors import (
-    ArgumentError, BackendError, CapacityError, HeapError, NotSupportedError, PeerError,
+    BackendError, CapacityError, HeapError, NotSupportedError, PeerError,
     PeerTimeoutError, StateError)
 from epcy.status import OPERATIONS
 
@@ -124,13 +124,7 @@ cdef class NvshmemBackend(Backend):
         if self.num_ranks > EPCY_MAX_RANKS:
             raise NotSupportedError(f"comm: backend 'nvshmem' takes up to {EPCY_MAX_RANKS} ranks of one NVLink domain, "
                                     f"got {self.num_ranks}")
-        if options["device"] is None:       # ranks of one machine take its GPUs in turn
-            mine = identities[self.rank].host
-            options["device"] = sum([i.host == mine for i in identities[:self.rank]]) % symmetric.num_devices()
-        self.device = options["device"]
-        if self.device >= symmetric.num_devices():
-            raise ArgumentError(f"device: expected a GPU in 0..{symmetric.num_devices() - 1}, got {self.device} (rank "
-                                f"{self.rank})")
+        options["device"] = self.device = symmetric.choose_device(options["device"], identities, self.rank)
         symmetric.start(comm, self.device, None, self.timeout)
         self.peers.control = epcy_control_layout(&self.shape)
         self.heap_layout = epcy_heap_layout(&self.shape, self.peers.control.bytes)

@@ -12,7 +12,7 @@ from epcy.backends.cuda cimport (
 from epcy.layout cimport EPCY_PAGE_BYTES, epcy_round_up
 
 from epcy.backends import bootstrap
-from epcy.errors import BackendError, BackendUnavailableError, HeapError, NotSupportedError
+from epcy.errors import ArgumentError, BackendError, BackendUnavailableError, HeapError, NotSupportedError
 
 VERSION = (3, 4)                # built against it; the structures of another minor version differ
 INITIALIZED = 2                 # nvshmemx_init_status() of a usable library
@@ -35,6 +35,16 @@ def num_devices():
     """Count the GPUs that this process can use; 0 where there is no driver."""
     cdef int count = 0
     return count if epcy_cuda_num_devices(&count) == 0 else 0
+
+
+def choose_device(device, identities, rank):
+    """The GPU of a rank: the one asked for, else the ranks of a machine take its GPUs in turn."""
+    count = num_devices()
+    if device is None:
+        return sum([identity.host == identities[rank].host for identity in identities[:rank]]) % count
+    if device >= count:
+        raise ArgumentError(f"device: expected a GPU in 0..{count - 1}, got {device} (rank {rank})")
+    return device
 
 
 def version():
