@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import resource
 import weakref
 
 from libc.stdint cimport int64_t, uint8_t, uintptr_t
@@ -60,7 +61,19 @@ cdef Heap allocate(object comm, int64_t nbytes, char **base):
 
 
 def no_room(int64_t nbytes, int size):
-    """Return a HeapError if shared memory has no room for all ranks, else None: touching it then would be a SIGBUS."""
+    """Return a HeapError if there is no room for all ranks, else None.
+
+    Touching shared memory that is not there would be a SIGBUS; an MPI library that cannot map it may leave the others
+    waiting.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        with open("/proc/self/statm") as statm:
+            left = limit - int(statm.read().split()[0]) * resource.getpagesize()
+        if nbytes * size > left:
+            return HeapError(f"num_max_tokens_per_rank: the Buffer maps {nbytes * size} bytes of shared memory, this "
+                             f"process may map {max(0, left)} more; give fewer num_max_tokens_per_rank or "
+                             "num_max_recv_tokens, or allow more memory (ulimit -v)")
     try:
         info = os.statvfs("/dev/shm")
     except OSError:
