@@ -17,11 +17,11 @@ from epcy.backends import bootstrap
 from epcy.backends.host import heap_layout
 from epcy.errors import (
     ArgumentError, EpcyError, NotSupportedError, PeerTimeoutError, StateError)
-from epcy.options import resolve
+from epcy.options import BY_NAME, OPTIONS, resolve
+from epcy.options import DTYPES as DTYPE_NAMES
+from epcy.status import OPERATIONS
 
-DEF_TIMEOUT = 60.0
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-OP_DISPATCH, OP_COMBINE = 1, 2          # enum epcy_op
+OP_DISPATCH, OP_COMBINE = OPERATIONS.index("dispatch"), OPERATIONS.index("combine")
 
 
 def shape_of(dict options, int64_t num_ranks):
@@ -30,10 +30,11 @@ def shape_of(dict options, int64_t num_ranks):
     experts, hidden, dtype = options["num_experts"], options["hidden"], options["dtype"]
     if experts % num_ranks:
         raise ArgumentError(f"num_experts: expected a multiple of the number of ranks ({num_ranks}), got {experts}")
-    row_bytes = hidden * ITEM_BYTES[dtype]
+    item_bytes = DTYPES[DTYPE_NAMES.index(dtype)].itemsize
+    row_bytes = hidden * item_bytes
     if row_bytes % 16:
         raise ArgumentError(f"hidden: expected rows of a multiple of 16 bytes, got {hidden} elements of {dtype} = "
-                            f"{row_bytes} bytes; pad the hidden size to a multiple of {16 // ITEM_BYTES[dtype]}")
+                            f"{row_bytes} bytes; pad the hidden size to a multiple of {16 // item_bytes}")
     s.num_ranks, s.num_experts, s.num_topk = num_ranks, experts, options["num_topk"]
     s.num_max_tokens, s.hidden, s.row_bytes = options["num_max_tokens_per_rank"], hidden, row_bytes
     rows = options["num_max_recv_tokens"] or max(1, epcy_default_num_rows(&s))
@@ -111,7 +112,7 @@ cdef class Buffer:
             values["backend"] = found[0]
         except EpcyError as caught:
             error = caught
-        timeout = values.get("timeout", DEF_TIMEOUT)
+        timeout = values.get("timeout", BY_NAME["timeout"].default)
         self.comm = bootstrap.duplicate(comm, timeout)
         self.rank, self.size, self._pid = self.comm.rank, self.comm.size, getpid()
         try:
@@ -145,7 +146,6 @@ cdef class Buffer:
     @staticmethod
     def _compared(values):
         """The options on which the ranks must agree."""
-        from epcy.options import OPTIONS
         return {option.name: values.get(option.name) for option in OPTIONS if option.compared}
 
     @staticmethod

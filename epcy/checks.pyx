@@ -15,8 +15,7 @@ import numpy as np
 
 from epcy.arrays import DTYPES
 from epcy.errors import ArgumentError, CapacityError, EpcyError
-
-DTYPE_NAMES = ("bfloat16", "float16", "float32")     # by kind
+from epcy.options import DTYPES as DTYPE_NAMES      # by kind
 
 
 cdef class Checker:

@@ -7,7 +7,7 @@ from typing import Any
 from epcy import backends
 from epcy.backends import bootstrap
 from epcy.errors import ArgumentError, EpcyError
-from epcy.options import resolve
+from epcy.options import BY_NAME, resolve
 
 __all__ = ["init"]
 
@@ -48,7 +48,7 @@ def init(comm: Any = None, heap_bytes: int | None = None, *, device: int | None 
         backends.find("nvshmem")
     except EpcyError as caught:
         error = caught
-    timeout = values.get("timeout", 60.0)
+    timeout = values.get("timeout", BY_NAME["timeout"].default)
     copy = bootstrap.duplicate(comm, timeout)
     identities = bootstrap.agree(copy, {"heap_bytes": heap_bytes}, error, timeout)
 
