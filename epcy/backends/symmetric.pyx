@@ -18,7 +18,8 @@ VERSION = (3, 4)                # built against it; the structures of another mi
 INITIALIZED = 2                 # nvshmemx_init_status() of a usable library
 # What NVSHMEM must find in its environment before it starts; a value that the user has set stays.
 # NVLS (multicast) is off: a program that uses it may put GPUs out of service that others share.
-ENVIRONMENT = {"NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_REMOTE_TRANSPORT": "none"}
+# Its proxy thread serves networks alone, but always spins: on the core of a rank that the launcher has bound to one.
+ENVIRONMENT = {"NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1"}
 
 _runtime = None
 

@@ -22,7 +22,8 @@ EPCY_DEVICE void pull_weights(const Step &s, const epcy_cuda_combine &a) {
 template <int Dtype>
 __global__ void __launch_bounds__(kThreads, 1)
     combine_rows(const __grid_constant__ epcy_cuda_combine a, int num_stages) {
-  extern __shared__ __align__(128) char ring[];
+  extern __shared__ char unaligned[];
+  char *ring = aligned_shared(unaligned);
   combine<Dtype>(a, num_stages, ring, [&a](const Step &s, int *) {
     if (a.out_weights) pull_weights(s, a);
   });

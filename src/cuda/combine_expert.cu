@@ -69,7 +69,8 @@ template <int Dtype> EPCY_DEVICE void sum_chains(const Step &s, const epcy_cuda_
 template <int Dtype>
 __global__ void __launch_bounds__(kThreads, 1)
     combine_lanes(const __grid_constant__ epcy_cuda_combine a, int num_stages) {
-  extern __shared__ __align__(128) char ring[];
+  extern __shared__ char unaligned[];
+  char *ring = aligned_shared(unaligned);
   combine<Dtype>(a, num_stages, ring, [&a](const Step &s, int *verdict) {
     int turn = 0;
     if (has_weights(a)) {

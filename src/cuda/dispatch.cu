@@ -78,7 +78,8 @@ EPCY_DEVICE void fill_rows(const epcy_cuda_dispatch &a, const Place &pl, char *a
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch_rows(const __grid_constant__ epcy_cuda_dispatch a, const MoverShape shape) {
-  extern __shared__ __align__(128) char dynamic[];
+  extern __shared__ char unaligned[];
+  char *dynamic = aligned_shared(unaligned);
   __shared__ Place pl;
   __shared__ int verdict, lower, total, own[C], warp_total[kThreads / 32];
   __shared__ unsigned long long first_bad;

@@ -117,7 +117,8 @@ EPCY_DEVICE void fill_rows(const epcy_cuda_dispatch &a, char *area, int64_t num_
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch_lanes(const __grid_constant__ epcy_cuda_dispatch a, const MoverShape shape, int segments) {
-  extern __shared__ __align__(128) char dynamic[];
+  extern __shared__ char unaligned[];
+  char *dynamic = aligned_shared(unaligned);
   __shared__ Own b;
   __shared__ int verdict, lower, total, own[C], warp_total[kThreads / 32];
   __shared__ unsigned long long first_bad;

@@ -3,6 +3,14 @@
 #include <cuda_runtime.h>
 
 constexpr int kSharedBytes = 224 * 1024; // of the 227 KB that a block of sm_90 may have
+constexpr int kSharedAlignment = 128;    // bulk copies from or to less aligned shared memory take twice the time
+
+// Where a block's dynamic shared memory begins to be aligned: the compiler keeps the alignment of `extern __shared__`
+// only relative to the static part.
+__device__ __forceinline__ char *aligned_shared(char *dynamic) {
+  const unsigned at = (unsigned)__cvta_generic_to_shared(dynamic);
+  return dynamic + ((kSharedAlignment - at % kSharedAlignment) % kSharedAlignment);
+}
 
 // Once a kernel and device: raise the limit, and load the code.
 template <typename Kernel> int allow_shared(Kernel kernel) {
@@ -30,7 +38,7 @@ inline bool has_bulk_copies() {
 template <typename... Args, typename... Given>
 int launch_together(void (*kernel)(Args...), int grid, int block, size_t shared, void *stream, Given... given) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid), config.blockDim = dim3(block), config.dynamicSmemBytes = shared,
+  config.gridDim = dim3(grid), config.blockDim = dim3(block), config.dynamicSmemBytes = shared ? shared + kSharedAlignment : 0,
   config.stream = (cudaStream_t)stream;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeCooperative, attribute.val.cooperative = 1;
