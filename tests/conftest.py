@@ -150,7 +150,20 @@ def backend(request: pytest.FixtureRequest) -> str:
     only = request.node.get_closest_marker("host_only")
     if only is not None and request.param != "host":
         pytest.skip(only.args[0])
+    if request.param == "nvshmem":
+        request.getfixturevalue("gpu")
     return request.param
+
+
+@pytest.fixture(scope="session")
+def gpu() -> None:
+    """This rank's GPU is the current one, and Buffers of a part of the ranks find memory."""
+    import cupy
+
+    import epcy
+
+    cupy.cuda.Device(MPI.COMM_WORLD.rank % cupy.cuda.runtime.getDeviceCount()).use()
+    epcy.init(MPI.COMM_WORLD, heap_bytes=256 << 20)
 
 
 @pytest.fixture

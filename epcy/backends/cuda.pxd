@@ -8,7 +8,7 @@ from epcy.layout cimport epcy_area, epcy_heap, epcy_shape
 cdef extern from "epcy/cuda.h" nogil:
     enum:
         EPCY_MAX_RANKS
-        EPCY_NUM_CHUNKS
+        EPCY_MAX_CHUNKS
         EPCY_NUM_HEADERS
         EPCY_NUM_MARKS
         EPCY_MARK_ROWS
@@ -27,10 +27,15 @@ cdef extern from "epcy/cuda.h" nogil:
     const uint32_t EPCY_COUNT_BAD
 
     ctypedef struct epcy_control:
-        int64_t headers, done, counts, experts, starts, bad, text, marks, resets, local, bytes
+        int64_t headers, done, counts, experts, starts, progress, fans, bad, text, marks, resets, local, bytes
+
+    ctypedef struct epcy_local:
+        uint32_t epoch[256]
+        uint32_t broken, blocks_met
 
     ctypedef struct epcy_report:
         uint64_t num_rows
+        uint32_t own_base, own_count
         uint64_t verdict[32]
         uint32_t expired, phase, peer, epoch
         uint64_t expected, seen
@@ -55,12 +60,14 @@ cdef extern from "epcy/cuda.h" nogil:
         int32_t *list
         int32_t *chunk_count
         int32_t *chunk_base
+        int32_t *recv_count
         int32_t *pos
         int64_t *num_recv
         int64_t *experts
         int32_t *lane_row
-        int32_t *links
+        int32_t *fans
         int64_t *offsets
+        int32_t num_peer_chunks, num_own_chunks
 
     ctypedef struct epcy_cuda_dispatch:
         epcy_peers peers
@@ -87,7 +94,17 @@ cdef extern from "epcy/cuda.h" nogil:
         epcy_cuda_routing routing
         const char *x
         const float *topk_weights
-        int64_t x_stride_bytes, num_rows
+        int64_t x_stride_bytes
+        const char *own_rows
+        int64_t own_stride_bytes
+
+    ctypedef struct epcy_cuda_staging:
+        const char *src "from"
+        char *to
+        const int64_t *num_recv
+        const int32_t *own_base
+        const int32_t *own_count
+        int64_t num_rows, row_bytes, stride_bytes
 
     epcy_control epcy_control_layout(const epcy_shape *shape)
     const char *epcy_cuda_error_name(int code)
@@ -119,6 +136,7 @@ cdef extern from "epcy/cuda.h" nogil:
     int epcy_cuda_load()
     int epcy_cuda_launch_dispatch(const epcy_cuda_dispatch *call, void *stream)
     int epcy_cuda_launch_dispatch_expert(const epcy_cuda_dispatch *call, void *stream)
+    int epcy_cuda_launch_staging(const epcy_cuda_staging *call, int num_sms, void *stream)
     int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_sms, void *stream)
     int epcy_cuda_launch_combine_expert(const epcy_cuda_combine *call, int num_sms, void *stream)
     int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream)

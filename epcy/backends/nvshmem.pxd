@@ -49,7 +49,8 @@ cdef class NvshmemBackend(Backend):
     cdef CudaEvent last                 # the end of the last eager call
     cdef uintptr_t last_stream
     cdef uint32_t num_tickets, num_resets, num_calls
-    cdef int dispatch_peer_blocks, dispatch_own_blocks, dispatch_copy_blocks, combine_blocks, combine_expert_blocks
+    cdef int dispatch_peer_blocks, dispatch_own_blocks, expert_own_blocks, expert_copy_blocks
+    cdef int combine_blocks, combine_expert_blocks
     cdef list alive                     # events whose work may still need its arrays, oldest first
     cdef list captured                  # arrays that graphs may use
     cdef object pool                    # CuPy memory of handles alone: reused only after all work on it has passed

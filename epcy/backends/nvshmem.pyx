@@ -161,16 +161,23 @@ cdef class NvshmemBackend(Backend):
             epcy_cuda_set_device(previous, NULL)
 
     def choose_blocks(self, num_sms):
-        """Blocks for each destination. About 8 fill a link; a rank's own rows need as many as a peer's."""
+        """Blocks for each destination. About 8 fill the link out of a rank, and more fill it less well; a rank's own rows
+        need as many as a peer's. In the expert layout a rank also copies rows, or sums them, in its own memory."""
         others = self.num_ranks - 1
-        each = max(1, num_sms // self.num_ranks) if num_sms else -(-8 // max(1, others))
-        self.dispatch_peer_blocks = min(EPCY_NUM_CHUNKS, each)
-        self.dispatch_own_blocks = min(EPCY_NUM_CHUNKS, max(1, num_sms - each * others) if num_sms else each)
+        each = -(-8 // max(1, others))
+        if num_sms:
+            each = max(1, min(each, num_sms // self.num_ranks))
+        self.dispatch_peer_blocks = self.dispatch_own_blocks = each
+        rest = (num_sms or 104) - each * others
+        self.expert_own_blocks = max(1, min(EPCY_MAX_CHUNKS, rest // 3))
+        self.expert_copy_blocks = max(0, rest - self.expert_own_blocks)
         self.combine_blocks = num_sms or 24
-        # In the expert layout each rank also copies rows, or sums them, in its own memory: that takes more blocks.
-        senders = self.dispatch_peer_blocks * others + self.dispatch_own_blocks
-        self.dispatch_copy_blocks = 0 if num_sms else max(0, 64 - senders)
-        self.combine_expert_blocks = num_sms or 64
+        self.combine_expert_blocks = num_sms or 128
+        import os
+        dev = os.environ.get("EPCY_DEV")
+        if dev:
+            (self.dispatch_peer_blocks, self.dispatch_own_blocks, self.expert_own_blocks, self.expert_copy_blocks,
+             self.combine_blocks, self.combine_expert_blocks) = map(int, dev.split(","))
 
     cdef object view(self, int64_t offset, tuple shape, dtype, owner):
         cupy = self.xp
@@ -234,34 +241,36 @@ cdef class NvshmemBackend(Backend):
 
     cdef CudaHandle make_handle(self, DispatchCall call, uintptr_t stream):
         cdef CudaHandle h = CudaHandle.__new__(CudaHandle)
-        cdef int64_t T = call.x.shape[0], R = self.num_ranks, C = EPCY_NUM_CHUNKS, at = 0
-        cdef int64_t L = epcy_num_local_experts(&self.shape), num_links = 0
+        cdef int64_t T = call.x.shape[0], R = self.num_ranks, C = EPCY_MAX_CHUNKS, at = 0
+        cdef int64_t L = epcy_num_local_experts(&self.shape), num_fans = 0
         cdef bint by_expert = call.layout == "expert"
         cdef char *p
         h.buffer_token, h.layout, h.num_tokens = self.token, call.layout, T
         h.expert_alignment, h.num_worst_tokens = call.expert_alignment, call.num_worst_tokens
         h.epoch, h.backend, h.rank = self.num_calls, self, self.rank
         lanes = T * self.shape.num_topk
-        if by_expert and self.shape.num_topk > 1:
-            num_links = call.num_worst_tokens or self.shape.num_rows
-        h.memory = self.pool.malloc(8 + 8 * L + 8 * lanes + 4 * (2 * R * T + 2 * R * C)
-                                    + by_expert * (8 * (L + 1) + 4 * (lanes + num_links)))
+        if by_expert:
+            num_fans = R * self.shape.num_max_tokens * self.shape.num_topk
+        h.memory = self.pool.malloc(16 + 8 * L + 8 * lanes + 4 * (2 * R * T + 3 * R * C)
+                                    + by_expert * (8 * (L + 1) + 4 * (lanes + num_fans)))
         p = <char *><uintptr_t>h.memory.ptr
-        h.routing.num_recv, at = <int64_t *>p, 8
+        h.routing.num_recv, at = <int64_t *>p, 16
         h.routing.experts, at = <int64_t *>(p + at), at + 8 * L
         h.lane_ids, at = <int64_t *>(p + at), at + 8 * lanes
         h.routing.list, at = <int32_t *>(p + at), at + 4 * R * T
         h.routing.pos, at = <int32_t *>(p + at), at + 4 * R * T
         h.routing.chunk_count, at = <int32_t *>(p + at), at + 4 * R * C
         h.routing.chunk_base, at = <int32_t *>(p + at), at + 4 * R * C
+        h.routing.recv_count, at = <int32_t *>(p + at), at + 4 * R * C
+        h.routing.num_peer_chunks = self.dispatch_peer_blocks
+        h.routing.num_own_chunks = self.expert_own_blocks if by_expert else self.dispatch_own_blocks
         h.num_recv = self.xp.ndarray((1,), np.int64, memptr=h.memory)
-        h.experts = self.xp.ndarray((L,), np.int64, memptr=h.memory + 8)
+        h.experts = self.xp.ndarray((L,), np.int64, memptr=h.memory + 16)
         if by_expert:       # at is a multiple of 8: all counts of 4-byte words before it are even
             h.offsets = self.xp.ndarray((L + 1,), np.int64, memptr=h.memory + at)
             h.routing.offsets, at = <int64_t *>(p + at), at + 8 * (L + 1)
             h.routing.lane_row, at = <int32_t *>(p + at), at + 4 * lanes
-            if num_links:
-                h.routing.links = <int32_t *>(p + at)
+            h.routing.fans = <int32_t *>(p + at)
         return h
 
     cdef int fill(self, epcy_cuda_dispatch *d, DispatchCall call, CudaHandle handle, int area, bint waits) except -1:
@@ -287,7 +296,9 @@ cdef class NvshmemBackend(Backend):
                              | <uint32_t>(not uncached) << 7 | <uint32_t>area << 30
                              | (EPCY_HEADER_WAITS if waits else 0))
         d.num_peer_blocks, d.num_own_blocks = self.dispatch_peer_blocks, self.dispatch_own_blocks
-        d.num_copy_blocks, d.alignment = self.dispatch_copy_blocks, <int32_t>handle.expert_alignment
+        if handle.layout == "expert":
+            d.num_own_blocks, d.num_copy_blocks = self.expert_own_blocks, self.expert_copy_blocks
+        d.alignment = <int32_t>handle.expert_alignment
         if waits:
             d.peers.ticket = self.next_ticket()
         return 0
@@ -339,6 +350,7 @@ cdef class NvshmemBackend(Backend):
 
     def combine(self, CombineCall call):
         cdef epcy_cuda_combine c
+        cdef epcy_cuda_staging g
         cdef CudaHandle handle = call.handle
         cdef Combine r
         cdef bint capturing = False, by_expert = handle.layout == "expert"
@@ -351,17 +363,26 @@ cdef class NvshmemBackend(Backend):
             stream = self.begin(call, &capturing)
             if call.area >= 0:
                 area = self.start + self.heap_layout.combine[call.area]
+            memset(&c, 0, sizeof(c))
             if call.x_offset < 0 and not by_expert:
                 call.x_offset = self.heap_layout.combine[call.area] + self.area.payload
                 stride = row_bytes if call.x.is_contiguous else call.x.strides[0]
-                check(epcy_cuda_stage(area + self.area.payload, call.x.data, call.x.shape[0], row_bytes, stride,
-                                      <void *>stream), "staging x")
+                if (<uintptr_t>call.x.data | <uintptr_t>stride) % 16 == 0:      # other ranks' rows alone
+                    memset(&g, 0, sizeof(g))
+                    g.src, g.to, g.num_recv = call.x.data, area + self.area.payload, handle.routing.num_recv
+                    g.own_base = handle.routing.chunk_base + self.rank * EPCY_MAX_CHUNKS
+                    g.own_count = handle.routing.chunk_count + self.rank * EPCY_MAX_CHUNKS
+                    g.num_rows, g.row_bytes, g.stride_bytes = call.x.shape[0], row_bytes, stride
+                    check(epcy_cuda_launch_staging(&g, self.combine_blocks, <void *>stream), "staging x")
+                    c.own_rows, c.own_stride_bytes = call.x.data, stride
+                else:
+                    check(epcy_cuda_stage(area + self.area.payload, call.x.data, call.x.shape[0], row_bytes, stride,
+                                          <void *>stream), "staging x")
             if call.out_weights is not None and call.weights_offset < 0:
                 call.weights_offset = self.heap_layout.combine[call.area] + self.area.topk_weights
                 check(epcy_cuda_stage(area + self.area.topk_weights, call.topk_weights.data, call.topk_weights.shape[0],
                                       self.shape.num_topk * 4, self.shape.num_topk * 4, <void *>stream),
                       "staging weights")
-            memset(&c, 0, sizeof(c))
             c.peers, c.pos, c.num_tokens = self.peers, handle.routing.pos, <int32_t>handle.num_tokens
             c.out, c.row_bytes, c.dtype = call.out.data, row_bytes, call.x.kind
             c.y_offset, c.weights_offset = call.x_offset, max(call.weights_offset, 0)
@@ -415,7 +436,7 @@ cdef class NvshmemBackend(Backend):
         """Expert layout: say where the rows are, and where their sums and weights go."""
         cdef CudaHandle handle = call.handle
         cdef int64_t area = self.heap_layout.combine[call.area]
-        c.routing, c.num_rows, c.lane_ids = handle.routing, handle.num_rows, handle.lane_ids
+        c.routing, c.lane_ids = handle.routing, handle.lane_ids
         c.x, c.x_stride_bytes = call.x.data, c.row_bytes if call.x.is_contiguous else call.x.strides[0]
         c.y_offset = call.x_offset if call.x_offset >= 0 else area + self.area.payload
         c.weights_offset = area + self.area.topk_weights
@@ -501,8 +522,9 @@ cdef class NvshmemBackend(Backend):
     def break_off(self):
         """Make the kernels that wait give up."""
         cdef uint32_t one = 1
+        cdef epcy_local *local = NULL
         self.broken = True
-        epcy_cuda_put(self.start + self.peers.control.local + 8, &one, 4)
+        epcy_cuda_put(self.start + self.peers.control.local + <int64_t>&local.broken, &one, 4)
 
     cdef int settle(self, str op) except -1:
         """Wait until nothing of this Buffer runs; every kernel ends by itself within the timeout."""
@@ -523,7 +545,7 @@ cdef class NvshmemBackend(Backend):
 
     def fail(self, op, outcomes):
         """Raise what made a call fail for which the host waited."""
-        cdef int64_t R = self.num_ranks, C = EPCY_NUM_CHUNKS
+        cdef int64_t R = self.num_ranks, C = EPCY_MAX_CHUNKS
         verdict = max(outcomes)
         if verdict == EPCY_VERDICT_BROKEN:
             raise self.late_error() or StateError(f"{op}: an earlier call on this Buffer did not end (rank "

@@ -12,11 +12,12 @@
 #include "epcy/layout.h"
 
 #define EPCY_MAX_RANKS 32  /* of one NVLink domain: a warp looks at all of them at once */
-#define EPCY_NUM_CHUNKS 32 /* into which a rank's tokens are counted, whatever its T and its grid */
-#define EPCY_NUM_HEADERS 3
+#define EPCY_MAX_CHUNKS 32 /* of a rank's tokens for one destination: a block each */
+#define EPCY_MAX_BLOCKS 256
+#define EPCY_MOVER_WARPS 4 /* of a block: they issue bulk copies */
+#define EPCY_NUM_HEADERS 4
 #define EPCY_NUM_MARKS 3
-#define EPCY_MARK_ROWS \
-  2 /* the mark that says how many rows come to a rank in the expert layout; others: Step::together */
+#define EPCY_MARK_ROWS 2 /* how many rows come to a rank in the expert layout; other marks: Step::together */
 #define EPCY_CUDA_TEXT_BYTES 512
 #define EPCY_UNIQUE_ID_BYTES 128
 
@@ -33,6 +34,12 @@
 #define EPCY_HEADER_REFUSED 0x20000000u /* takes part without data; its text is in the slot */
 #define EPCY_HEADER_AREA(h) (((h) >> 30) & 1u)
 
+/* Fourth header word: blocks of the kernel, and of those for each other rank and for the rank itself. */
+#define EPCY_GRID(blocks, peer, own) ((uint32_t)(blocks) | (uint32_t)(peer) << 16 | (uint32_t)(own) << 24)
+#define EPCY_GRID_BLOCKS(g) ((g) & 0xFFFFu)
+#define EPCY_GRID_PEER(g) (((g) >> 16) & 0xFFu)
+#define EPCY_GRID_OWN(g) ((g) >> 24)
+
 #define EPCY_COUNT_BAD 0x80000000u /* in a count word: the chunk holds a bad id, and the rank's host waits */
 
 /* What a kernel of a call tells the host, in the low half of a verdict word. */
@@ -47,33 +54,38 @@ enum epcy_verdict { /* the largest that any thread finds counts */
 
 /* Offsets inside the control region of a rank (symmetric: the same on all ranks). */
 typedef struct epcy_control {
-  int64_t headers; /* u64 [2][R][3]: from each rank */
-  int64_t done;    /* u64 [2][R] */
-  int64_t counts;  /* u64 [2][R][C][R]: rows that source s sends from chunk c to rank d */
-  int64_t experts; /* u64 [2][R][C][L]: lanes of chunk c of source s for my local expert */
-  int64_t starts;  /* u64 [2][C][E]: first row of my chunk c at each expert (expert layout) */
-  int64_t bad;     /* int64 [2][R][C][4]: token, lane, value of a chunk's first bad id */
-  int64_t text;    /* char [2][R][512] */
-  int64_t marks;   /* u64 [2][R][3]: how far a rank has come in a call; see EPCY_MARK_ROWS */
-  int64_t resets;  /* u64 [2][R]: (round, epoch) of the two rounds of reset */
-  int64_t local;   /* epcy_local: nobody else touches it */
+  int64_t headers;  /* u64 [2][R][4]: from each rank */
+  int64_t done;     /* u64 [2][R][256]: each block of a rank has done all it does to this one */
+  int64_t counts;   /* u64 [2][R][C][R]: tokens that source s sends from chunk c to rank d */
+  int64_t experts;  /* u64 [2][R][C][L]: lanes of chunk c of source s for my local expert */
+  int64_t starts;   /* u64 [2][C][E]: first row of my chunk c at each expert (expert layout) */
+  int64_t progress; /* u64 [2][R][C][4]: rows of chunk c of source s that have come, by mover warp (expert layout) */
+  int64_t fans;     /* int32 [2][R M][K]: rows of the tokens that come, see fan.cuh (expert layout) */
+  int64_t bad;      /* int64 [2][R][C][4]: token, lane, value of a chunk's first bad id */
+  int64_t text;     /* char [2][R][512] */
+  int64_t marks;    /* u64 [2][R][3]: how far a rank has come in a call; see EPCY_MARK_ROWS */
+  int64_t resets;   /* u64 [2][R]: (round, epoch) of the two rounds of reset */
+  int64_t local;    /* epcy_local: nobody else touches it */
   int64_t bytes;
 } epcy_control;
 
-/* A rank's own device state. */
+/* A rank's own device state. Each block has an epoch of its own, so that none waits for the others to take a step. */
 typedef struct epcy_local {
-  uint32_t epoch, blocks_done, broken, blocks_met;
+  uint32_t epoch[EPCY_MAX_BLOCKS];
+  uint32_t broken, blocks_met;
 } epcy_local;
 
 EPCY_INLINE epcy_control epcy_control_layout(const epcy_shape *s) {
-  const int64_t R = s->num_ranks, C = EPCY_NUM_CHUNKS, L = epcy_num_local_experts(s);
+  const int64_t R = s->num_ranks, C = EPCY_MAX_CHUNKS, L = epcy_num_local_experts(s);
   epcy_control c;
   int64_t at = 0;
   c.headers = at, at = epcy_round_up(at + 2 * R * EPCY_NUM_HEADERS * 8, EPCY_LINE_BYTES);
-  c.done = at, at = epcy_round_up(at + 2 * R * 8, EPCY_LINE_BYTES);
+  c.done = at, at = epcy_round_up(at + 2 * R * EPCY_MAX_BLOCKS * 8, EPCY_LINE_BYTES);
   c.counts = at, at = epcy_round_up(at + 2 * R * C * R * 8, EPCY_LINE_BYTES);
   c.experts = at, at = epcy_round_up(at + 2 * R * C * L * 8, EPCY_LINE_BYTES);
   c.starts = at, at = epcy_round_up(at + 2 * C * s->num_experts * 8, EPCY_LINE_BYTES);
+  c.progress = at, at = epcy_round_up(at + 2 * R * C * EPCY_MOVER_WARPS * 8, EPCY_LINE_BYTES);
+  c.fans = at, at = epcy_round_up(at + 2 * R * s->num_max_tokens * s->num_topk * 4, EPCY_LINE_BYTES);
   c.bad = at, at = epcy_round_up(at + 2 * R * C * 4 * 8, EPCY_LINE_BYTES);
   c.text = at, at = epcy_round_up(at + 2 * R * EPCY_CUDA_TEXT_BYTES, EPCY_LINE_BYTES);
   c.marks = at, at = epcy_round_up(at + 2 * R * EPCY_NUM_MARKS * 8, EPCY_LINE_BYTES);
@@ -87,6 +99,7 @@ EPCY_INLINE epcy_control epcy_control_layout(const epcy_shape *s) {
  * call above and a value below; epochs it cannot know, since graphs take steps of their own. */
 typedef struct epcy_report {        /* its definition must not depend on the Buffer */
   uint64_t num_rows;                /* rows that come to this rank */
+  uint32_t own_base, own_count;     /* rank layout: this rank's own among them; known when a verdict is */
   uint64_t verdict[EPCY_MAX_RANKS]; /* by destination */
   /* The first wait that expired: written once, read when a call fails. */
   uint32_t expired, phase, peer, epoch;
@@ -123,18 +136,21 @@ enum epcy_cuda_phase {
   EPCY_CUDA_RESET
 };
 
-/* A handle's arrays on the device. */
+/* A handle's arrays on the device. Chunk c of C is the tokens from T c / C on; a call on the handle may have another
+ * number of blocks. */
 typedef struct epcy_cuda_routing {
   int32_t *list;        /* [R][T]: tokens that go to a rank, compact inside each chunk */
-  int32_t *chunk_count; /* [R][C] */
-  int32_t *chunk_base;  /* [R][C]: first row of the chunk at that rank */
+  int32_t *chunk_count; /* [R][32]: how many those are */
+  int32_t *chunk_base;  /* [R][32]: first row of the chunk at that rank (expert layout: number of its first token) */
+  int32_t *recv_count;  /* [R][32]: tokens that come to this rank from each chunk of each rank */
   int32_t *pos;         /* [T][R]: the token's (first) row at that rank, or -1 */
-  int64_t *num_recv;    /* [1]: rows that come to this rank, unclipped */
+  int64_t *num_recv;    /* [2]: rows that come to this rank, unclipped; tokens that come (expert layout) */
   int64_t *experts;     /* [L]: lanes for each local expert */
   /* Expert layout. */
   int32_t *lane_row; /* [T][K]: the lane's row at its expert's rank, or -1 */
-  int32_t *links;    /* [rows]: how this rank's rows hang together, see links.cuh; NULL where K is 1 */
+  int32_t *fans;     /* [R M][K]: rows of each token that comes here, see fan.cuh */
   int64_t *offsets;  /* [L + 1]: where the local experts' groups start */
+  int32_t num_peer_chunks, num_own_chunks; /* C for each other rank, and for the rank itself */
 } epcy_cuda_routing;
 
 /* A dispatch. */
@@ -150,8 +166,8 @@ typedef struct epcy_cuda_dispatch {
   int64_t x_stride_bytes, row_bytes;
   int32_t num_scales, num_tokens, is_int64, header, limit, fill_to, cached;
   int32_t num_peer_blocks, num_own_blocks; /* blocks for each other rank, and for this one */
-  int32_t num_copy_blocks,
-      alignment; /* expert layout: blocks that only copy what came; rows that groups are padded to */
+  int32_t num_copy_blocks;                 /* expert layout: blocks that copy what came to its other rows */
+  int32_t alignment;                       /* likewise: rows that groups are padded to */
 } epcy_cuda_dispatch;
 
 /* A combine by pulling rows: in the expert layout, sums of a token's rows that its experts' rank makes first. */
@@ -169,8 +185,20 @@ typedef struct epcy_cuda_combine {
   epcy_cuda_routing routing;
   const char *x;
   const float *topk_weights; /* NULL, or (T, K) */
-  int64_t x_stride_bytes, num_rows;
+  int64_t x_stride_bytes;
+  /* Rank layout: this rank's own rows where they are not at y_offset, or NULL. */
+  const char *own_rows;
+  int64_t own_stride_bytes;
 } epcy_cuda_combine;
+
+/* Rows of the rank layout to be copied for other ranks to pull. */
+typedef struct epcy_cuda_staging {
+  const char *from;
+  char *to;
+  const int64_t *num_recv;                /* rows that came */
+  const int32_t *own_base, *own_count;    /* [32]: this rank's own among them, by chunk */
+  int64_t num_rows, row_bytes, stride_bytes;
+} epcy_cuda_staging;
 
 #ifdef __cplusplus
 extern "C" {
@@ -213,6 +241,7 @@ int epcy_cuda_poll(const epcy_report *report, uint32_t ticket, int first_rank, i
 int epcy_cuda_load(void);
 int epcy_cuda_launch_dispatch(const epcy_cuda_dispatch *call, void *stream);
 int epcy_cuda_launch_dispatch_expert(const epcy_cuda_dispatch *call, void *stream);
+int epcy_cuda_launch_staging(const epcy_cuda_staging *call, int num_sms, void *stream);
 int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_sms, void *stream);
 int epcy_cuda_launch_combine_expert(const epcy_cuda_combine *call, int num_sms, void *stream);
 /* A call that moves nothing: header (refused, barrier or free), text or NULL. */

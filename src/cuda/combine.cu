@@ -21,15 +21,48 @@ EPCY_DEVICE void pull_weights(const Step &s, const epcy_cuda_combine &a) {
 
 template <int Dtype>
 __global__ void __launch_bounds__(kThreads, 1)
-    combine_rows(const __grid_constant__ epcy_cuda_combine a, int num_stages) {
+    combine_rows(const __grid_constant__ epcy_cuda_combine a) {
   extern __shared__ char unaligned[];
-  char *ring = aligned_shared(unaligned);
-  combine<Dtype>(a, num_stages, ring, [&a](const Step &s, int *) {
+  combine<Dtype>(a, aligned_shared(unaligned), [&a](const Step &s, int *) {
     if (a.out_weights) pull_weights(s, a);
   });
 }
 
+// Copy to where other ranks can pull them the rows that they will pull: all that came but this rank's own.
+__global__ void __launch_bounds__(1024, 1) stage_rows(const __grid_constant__ epcy_cuda_staging a) {
+  constexpr int kAtOnce = 4;
+  __shared__ int own, num_own;
+  if (threadIdx.x < 32) {
+    const int n = __reduce_add_sync(~0u, a.own_count[threadIdx.x]);
+    if (threadIdx.x == 0) own = a.own_base[0], num_own = n;
+  }
+  __syncthreads();
+  const int64_t came = *a.num_recv, rows = (came < a.num_rows ? came : a.num_rows);
+  const int64_t first = own < rows ? own : rows, second = own + num_own < rows ? own + num_own : rows;
+  const int64_t per_row = a.row_bytes / 16, all = (rows - (second - first)) * per_row;
+  const int64_t step = (int64_t)gridDim.x * blockDim.x;
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += kAtOnce * step) {
+    uint4 v[kAtOnce];
+    int64_t row[kAtOnce], at[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) {
+      const int64_t q = i + j * step;
+      row[j] = q / per_row, at[j] = (q - row[j] * per_row) * 16;
+      if (row[j] >= first) row[j] += second - first;
+      if (q < all) v[j] = __ldcs((const uint4 *)(a.from + row[j] * a.stride_bytes + at[j]));
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++)
+      if (i + j * step < all) *(uint4 *)(a.to + row[j] * a.row_bytes + at[j]) = v[j];
+  }
+}
+
 } // namespace
+
+extern "C" int epcy_cuda_launch_staging(const epcy_cuda_staging *call, int num_sms, void *stream) {
+  stage_rows<<<num_sms, 1024, 0, (cudaStream_t)stream>>>(*call);
+  return cudaGetLastError();
+}
 
 extern "C" int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_sms, void *stream) {
   return launch_combine(combine_rows<kBf16>, combine_rows<kFp16>, combine_rows<kFp32>, call, num_sms, stream);

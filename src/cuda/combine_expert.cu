@@ -2,7 +2,6 @@
 // order and rounds once; these sums are pulled as rows are in the rank layout.
 //
 // A token's sum lies at its first row's place in a combine area (or over the rows themselves: a row belongs to one token).
-#include "links.cuh"
 #include "pull.cuh"
 
 namespace {
@@ -21,63 +20,67 @@ EPCY_DEVICE void push_weights(const Step &s, const epcy_cuda_combine &a) {
   }
 }
 
-template <int Dtype> EPCY_DEVICE void add_row(float *acc, const uint4 &v, float w) {
-  float x[Vector<Dtype>::kElements];
-  Vector<Dtype>::load(v, x);
+constexpr int kTogether = 8; // rows of a token whose loads are under way at once
+
+// A whole warp: add num (at most kTogether) rows of a token to its sum; thread j knows the j-th row and its weight.
+template <int Dtype>
+EPCY_DEVICE void add_rows(const epcy_cuda_combine &a, int64_t at, int first, int num, int row, float weight,
+                          float *acc) {
+  uint4 v[kTogether];
 #pragma unroll
-  for (int i = 0; i < Vector<Dtype>::kElements; i++) acc[i] = __fadd_rn(acc[i], __fmul_rn(w, x[i]));
+  for (int j = 0; j < kTogether; j++) {
+    const int64_t from = __shfl_sync(~0u, row, first + j);
+    if (j < num) v[j] = *(const uint4 *)(a.x + from * a.x_stride_bytes + at);
+  }
+#pragma unroll
+  for (int j = 0; j < kTogether; j++) {
+    const float w = __shfl_sync(~0u, weight, first + j);
+    if (j >= num) continue;
+    float x[Vector<Dtype>::kElements];
+    Vector<Dtype>::load(v[j], x);
+#pragma unroll
+    for (int i = 0; i < Vector<Dtype>::kElements; i++) acc[i] = __fadd_rn(acc[i], __fmul_rn(w, x[i]));
+  }
 }
 
-// All blocks: sum the rows of each chain. A warp a token.
-template <int Dtype> EPCY_DEVICE void sum_chains(const Step &s, const epcy_cuda_combine &a) {
+// All blocks: sum the rows of each token that came here. A warp a token.
+template <int Dtype> EPCY_DEVICE void sum_fans(const Step &s, const epcy_cuda_combine &a) {
   constexpr int kWarps = kThreads / 32;
-  const int lane = threadIdx.x & 31;
-  const int64_t due = *a.routing.num_recv, num_rows = due < a.num_rows ? due : a.num_rows;
+  const int lane = threadIdx.x & 31, K = (int)a.peers.shape.num_topk;
   const float *weights = has_weights(a) ? (const float *)(a.peers.base[s.me] + a.weights_offset) : nullptr;
+  const int64_t num = a.routing.num_recv[1];
   char *out = a.peers.base[s.me] + a.y_offset;
-  for (int64_t begin = ((int64_t)blockIdx.x * kWarps + (threadIdx.x >> 5)) * kBatch; begin < num_rows;
-       begin += (int64_t)gridDim.x * kWarps * kBatch) {
-    const Chain mine(a.routing.links, lane < kBatch && begin + lane < num_rows ? (int)begin + lane : -1);
-    float my_weight[kChain];
-#pragma unroll
-    for (int j = 0; j < kChain; j++)
-      my_weight[j] = weights && mine.row[j] >= 0 ? load_foreign(weights + mine.row[j]) : 1.0f;
-    for (unsigned heads = __ballot_sync(~0u, mine.row[0] >= 0); heads; heads &= heads - 1) {
-      const int head = __ffs(heads) - 1;
-      const Chain chain(mine, head);
-      float weight[kChain];
-#pragma unroll
-      for (int j = 0; j < kChain; j++) weight[j] = __shfl_sync(~0u, my_weight[j], head);
-      for (int64_t at = lane * 16; at < a.row_bytes; at += 512) {
-        uint4 v[kChain];
-        float acc[Vector<Dtype>::kElements] = {};
-#pragma unroll
-        for (int j = 0; j < kChain; j++)
-          if (chain.row[j] >= 0) v[j] = *(const uint4 *)(a.x + chain.row[j] * a.x_stride_bytes + at);
-#pragma unroll
-        for (int j = 0; j < kChain; j++)
-          if (chain.row[j] >= 0) add_row<Dtype>(acc, v[j], weight[j]);
-        for (int row = chain.rest; row >= 0; row = next_row(load_link(a.routing.links, row)))
-          add_row<Dtype>(acc, *(const uint4 *)(a.x + row * a.x_stride_bytes + at),
-                         weights ? load_foreign(weights + row) : 1.0f);
-        *(uint4 *)(out + chain.row[0] * a.row_bytes + at) = Vector<Dtype>::round(acc);
-      }
+  for (int64_t i = (int64_t)blockIdx.x * kWarps + (threadIdx.x >> 5); i < num; i += (int64_t)gridDim.x * kWarps) {
+    const int32_t *fan = a.routing.fans + i * K;
+    const int head = fan[0];
+    if (head < 0) continue;
+    // Thread `lane` sums the elements at 16 * lane, ...; rows beyond the 32nd are looked up again for each.
+    const int row = lane < K ? fan[lane] : -1;
+    const float weight = row >= 0 && weights ? load_foreign(weights + row) : 1.0f;
+    const int known = __popc(__ballot_sync(~0u, row >= 0));
+    for (int64_t begin = 0; begin < a.row_bytes; begin += 512) {
+      const int64_t at = begin + lane * 16 < a.row_bytes ? begin + lane * 16 : 0; // all threads help with shuffles
+      float acc[Vector<Dtype>::kElements] = {};
+      for (int j = 0; j < known; j += kTogether)
+        add_rows<Dtype>(a, at, j, known - j < kTogether ? known - j : kTogether, row, weight, acc);
+      for (int k = 32; k < K && fan[k] >= 0; k++)
+        add_rows<Dtype>(a, at, 0, 1, fan[k], weights ? load_foreign(weights + fan[k]) : 1.0f, acc);
+      if (begin + lane * 16 < a.row_bytes) *(uint4 *)(out + head * a.row_bytes + at) = Vector<Dtype>::round(acc);
     }
   }
 }
 
 template <int Dtype>
 __global__ void __launch_bounds__(kThreads, 1)
-    combine_lanes(const __grid_constant__ epcy_cuda_combine a, int num_stages) {
+    combine_lanes(const __grid_constant__ epcy_cuda_combine a) {
   extern __shared__ char unaligned[];
-  char *ring = aligned_shared(unaligned);
-  combine<Dtype>(a, num_stages, ring, [&a](const Step &s, int *verdict) {
+  combine<Dtype>(a, aligned_shared(unaligned), [&a](const Step &s, int *verdict) {
     int turn = 0;
     if (has_weights(a)) {
       push_weights(s, a);
       s.together(turn++, verdict);
     }
-    sum_chains<Dtype>(s, a);
+    sum_fans<Dtype>(s, a);
     s.together(turn, verdict);
   });
 }

@@ -1,100 +1,197 @@
-// What dispatch does alike in both layouts: count a rank's tokens in chunks, and exchange the counts.
+// What dispatch does alike in both layouts: give each block a destination and a chunk of this rank's tokens, count those
+// that go there, and exchange the counts.
 //
-// Each block serves one destination (a block that also stores to its own rank is several times slower). A rank's tokens
-// are counted in EPCY_NUM_CHUNKS chunks whatever T and the grid are, so ranks may differ in both. Block j of the g blocks
-// of a destination takes chunks j, j + g, ...
+// Each block serves one destination (a block that also stores to its own rank is several times slower), so a rank has as
+// many chunks for a destination as blocks for it. Counts of the chunks that are not used are sent as 0: a receiver needs
+// not know how many there are.
 #pragma once
-#include "launch.cuh"
 #include "mover.cuh"
 #include "step.cuh"
 
-constexpr int kThreads = 256, kMoverWarps = 2, kOthers = kThreads - 32 * kMoverWarps, C = EPCY_NUM_CHUNKS;
+constexpr int kThreads = 256, kWarps = kThreads / 32, kOthers = kThreads - 32 * kMoverWarps, C = EPCY_MAX_CHUNKS;
+static_assert(C == 32, "a lane a chunk");
 
-struct Place {
-  int d, j, g;       // destination, which of its blocks, how many
-  int n[C], base[C]; // by own chunk (index c / g): rows to send, first row there
+// A block's part of the work.
+struct Role {
+  int d, j, g; // destination, which of its blocks, how many
+  EPCY_DEVICE Role(const epcy_cuda_dispatch &a, int me, int num_ranks) {
+    const int b = blockIdx.x, to_peers = a.num_peer_blocks * (num_ranks - 1);
+    const bool own = b >= to_peers;
+    d = own ? me : (me + 1 + b / a.num_peer_blocks) % num_ranks;
+    j = own ? b - to_peers : b % a.num_peer_blocks; // a block that only copies has no chunk: j >= g
+    g = own ? a.num_own_blocks : a.num_peer_blocks;
+  }
+  EPCY_DEVICE bool sends() const { return j < g; }
 };
 
-EPCY_DEVICE int first_token(const epcy_cuda_dispatch &a, int chunk) { return (int)((int64_t)a.num_tokens * chunk / C); }
+// What a block knows of the counts for its destination; shared.
+struct Counts {
+  int n[EPCY_MAX_RANKS * C], base[EPCY_MAX_RANKS * C]; // by source and chunk: tokens, and how many come before
+  int total;
+};
+
+// The tokens that a block sends: pieces of chunks, which lie one after the other at the destination; shared.
+struct Share {
+  int n[C], num_pieces, total, base; // base: of the first one, at the destination
+  const int32_t *list[C];
+  EPCY_DEVICE int token(int i) const {
+    int k = 0;
+    for (; i >= n[k]; k++) i -= n[k];
+    return list[k][i];
+  }
+};
+
+EPCY_DEVICE int first_token(const epcy_cuda_dispatch &a, int chunk, int num_chunks) {
+  return (int)((int64_t)a.num_tokens * chunk / num_chunks);
+}
+EPCY_DEVICE int32_t *chunk_list(const epcy_cuda_dispatch &a, int d, int chunk, int num_chunks) {
+  return a.routing.list + (int64_t)d * a.num_tokens + first_token(a, chunk, num_chunks);
+}
 
 template <typename Id> EPCY_DEVICE int64_t read_id(const epcy_cuda_dispatch &a, int64_t i) {
   return a.cached ? a.lane_ids[i] : (int64_t)((const Id *)a.topk_idx)[i];
 }
+// The local number at rank d of a lane's expert, or -1.
+template <typename Id> EPCY_DEVICE int local_id(const Step &s, const epcy_cuda_dispatch &a, int64_t lane, int d) {
+  const int64_t L = epcy_num_local_experts(&s.p.shape), id = read_id<Id>(a, lane), local = id - d * L;
+  return id >= 0 && local >= 0 && local < L ? (int)local : -1;
+}
 
-// Where this rank keeps and reports what was wrong with its ids: the lowest token of the call, found by one block.
+// Whether a token goes to rank d; looks for bad ids on the way.
+template <typename Id>
+EPCY_DEVICE bool goes_to(const Step &s, const epcy_cuda_dispatch &a, int token, int d, unsigned long long *first_bad) {
+  constexpr int kAtOnce = 8;
+  const int K = (int)s.p.shape.num_topk;
+  const int64_t E = s.p.shape.num_experts, L = epcy_num_local_experts(&s.p.shape), from = d * L;
+  const Id *ids = (const Id *)a.topk_idx + (int64_t)token * K;
+  bool goes = false;
+  for (int k0 = 0; k0 < K; k0 += kAtOnce) {
+    Id id[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; k++) id[k] = k0 + k < K ? ids[k0 + k] : (Id)-1;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; k++) {
+      if (id[k] < -1 || id[k] >= E) atomicMin(first_bad, (unsigned long long)token * K + k0 + k);
+      else goes |= id[k] >= from && id[k] < from + L;
+    }
+  }
+  return goes;
+}
+
+// All threads of a block: list the tokens of its chunk that go to its destination. Each warp looks at a part of its own.
+template <typename Id>
+EPCY_DEVICE int list_tokens(const Step &s, const epcy_cuda_dispatch &a, const Role &role, int *warp_total,
+                            unsigned long long *first_bad) {
+  const int t0 = first_token(a, role.j, role.g), t1 = first_token(a, role.j + 1, role.g);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int32_t *list = chunk_list(a, role.d, role.j, role.g);
+  int run = 0;
+  for (int begin = t0; begin < t1; begin += kWarps * 1024) { // a warp keeps 32 votes of a thread in a register
+    const int all = t1 - begin < kWarps * 1024 ? t1 - begin : kWarps * 1024, each = (all + kWarps * 32 - 1) / (kWarps * 32);
+    const int from = begin + warp * each * 32;
+    unsigned mine = 0;
+    int total = 0;
+    for (int i = 0; i < each; i++) {
+      const int t = from + i * 32 + lane;
+      const bool goes = t < begin + all && goes_to<Id>(s, a, t, role.d, first_bad);
+      mine |= (unsigned)goes << i;
+      total += __popc(__ballot_sync(~0u, goes));
+    }
+    if (lane == 0) warp_total[warp] = total;
+    __syncthreads();
+    int at = run;
+    for (int w = 0; w < kWarps; w++) at += w < warp ? warp_total[w] : 0, run += warp_total[w];
+    for (int i = 0; i < each; i++) {
+      const unsigned votes = __ballot_sync(~0u, mine >> i & 1);
+      if (mine >> i & 1) list[at + __popc(votes & ((1u << lane) - 1))] = from + i * 32 + lane;
+      at += __popc(votes);
+    }
+    __syncthreads();
+  }
+  return run;
+}
+
+// Where this rank keeps what was wrong with its ids in a call for which its host does not wait.
 EPCY_DEVICE void keep_bad(const Step &s, int64_t token, int64_t lane, int64_t value) {
   epcy_report *r = s.p.report;
   if (atomicCAS_system(&r->bad_epoch, 0u, s.epoch) == 0) r->bad_token = token, r->bad_lane = lane, r->bad_value = value;
 }
 
-// All threads of a block: list chunk c's tokens for destination d, count the lanes for its experts, publish both.
+// The first threads of a block: tell every rank how many of the chunk's tokens go to the destination.
 template <typename Id>
-EPCY_DEVICE int count_chunk(const Step &s, const epcy_cuda_dispatch &a, int c, int d, int *hist, int *warp_total,
-                            unsigned long long *first_bad) {
-  const int R = s.num_ranks, K = (int)a.peers.shape.num_topk, t0 = first_token(a, c), t1 = first_token(a, c + 1);
-  const int64_t E = a.peers.shape.num_experts, L = epcy_num_local_experts(&a.peers.shape);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  for (int e = threadIdx.x; e < L; e += kThreads) hist[e] = 0;
-  if (threadIdx.x == 0) *first_bad = ~0ull;
-  __syncthreads();
-  int run = 0;
-  int32_t *list = a.routing.list + (int64_t)d * a.num_tokens + t0;
-  for (int begin = t0; begin < t1; begin += kThreads) {
-    const int t = begin + threadIdx.x;
-    bool goes = false;
-    for (int k = 0; t < t1 && k < K; k++) {
-      int64_t id = read_id<Id>(a, (int64_t)t * K + k);
-      if (id < -1 || id >= E) {
-        atomicMin(first_bad, (unsigned long long)t * K + k);
-        id = -1;
-      }
-      if (d == s.me) a.lane_ids_out[(int64_t)t * K + k] = id;
-      const int64_t local = id - d * L;
-      if (id >= 0 && local >= 0 && local < L) {
-        goes = true;
-        atomicAdd(&hist[local], 1);
-      }
-    }
-    const unsigned votes = __ballot_sync(~0u, goes);
-    if (lane == 0) warp_total[warp] = __popc(votes);
-    __syncthreads();
-    int before = run, all = 0;
-    for (int w = 0; w < kThreads / 32; w++) before += w < warp ? warp_total[w] : 0, all += warp_total[w];
-    if (goes) list[before + __popc(votes & ((1u << lane) - 1))] = t;
-    else if (t < t1) a.routing.pos[(int64_t)t * R + d] = -1;
-    run += all;
-    __syncthreads();
-  }
-  const bool bad = *first_bad != ~0ull;
-  const bool refuse = bad && (a.header & EPCY_HEADER_WAITS);
-  for (int e = threadIdx.x; e < L; e += kThreads) store_word(s.experts(d, s.me, c) + e, s.word(hist[e]));
-  if ((int)threadIdx.x < R) {
-    if (bad) {
-      const int64_t at = (int64_t)*first_bad, value = (int64_t)((const Id *)a.topk_idx)[at];
-      int64_t *slot = s.bad(threadIdx.x, s.me, c);
-      slot[0] = at / K, slot[1] = at % K, slot[2] = value;
-      if (!refuse && threadIdx.x == 0 && d == s.me) keep_bad(s, at / K, at % K, value);
-    }
-    store_word_release(s.counts(threadIdx.x, s.me, c) + d, s.word((uint32_t)run | (refuse ? EPCY_COUNT_BAD : 0u)));
-  }
-  __syncthreads();
-  return run;
+EPCY_DEVICE void publish_count(const Step &s, const epcy_cuda_dispatch &a, const Role &role, int n,
+                               unsigned long long first_bad) {
+  const int r = threadIdx.x;
+  if (r >= s.num_ranks) return;
+  for (int c = role.j + role.g; c < C; c += role.g) store_word(s.counts(r, s.me, c) + role.d, s.word(0));
+  uint64_t *at = s.counts(r, s.me, role.j) + role.d;
+  if (first_bad == ~0ull) return store_word(at, s.word((uint32_t)n));
+  const int64_t K = s.p.shape.num_topk, lane = (int64_t)first_bad, value = (int64_t)((const Id *)a.topk_idx)[lane];
+  const bool refuse = a.header & EPCY_HEADER_WAITS;
+  int64_t *slot = s.bad(r, s.me, role.j);
+  slot[0] = lane / K, slot[1] = lane % K, slot[2] = value;
+  if (!refuse && r == 0 && role.d == s.me) keep_bad(s, lane / K, lane % K, value);
+  store_word_release(at, s.word((uint32_t)n | (refuse ? EPCY_COUNT_BAD : 0u)));
 }
 
-// All threads of a block: from everybody's counts for destination d to the bases of this rank's chunks there.
-EPCY_DEVICE void find_bases(const Step &s, int d, int *verdict, int *lower, int *total, int *own) {
+// All threads of a block: everybody's counts for its destination, and what comes before each.
+EPCY_DEVICE void gather_counts(const Step &s, int d, int *verdict, Counts *counts) {
   for (int q = threadIdx.x; q < s.num_ranks * C; q += kThreads) {
     bool ok = true;
-    const int source = q / C, c = q % C;
-    const uint32_t v = s.wait(s.counts(s.me, source, c) + d, EPCY_CUDA_COUNTS, source, &ok);
-    const int n = (int)(v & ~EPCY_COUNT_BAD);
+    const uint32_t v = s.wait(s.counts(s.me, q / C, q % C) + d, EPCY_CUDA_COUNTS, q / C, &ok);
     if (!ok) atomicMax(verdict, (int)EPCY_VERDICT_BROKEN);
     if (v & EPCY_COUNT_BAD) atomicMax(verdict, (int)EPCY_VERDICT_BAD_ID);
-    if (source == s.me) own[c] = n;
-    if (n) {
-      atomicAdd(total, n);
-      if (source < s.me) atomicAdd(lower, n);
-    }
+    counts->n[q] = (int)(v & ~EPCY_COUNT_BAD);
   }
   __syncthreads();
+}
+// The same of an earlier dispatch, as share_evenly() deals the tokens out now. `n`: [R][C] of the destination.
+EPCY_DEVICE void read_counts(const Step &s, const int32_t *n, Counts *counts) {
+  const int lane = threadIdx.x & 31;
+  for (int source = threadIdx.x >> 5; source < s.num_ranks; source += kWarps) {
+    const int64_t all = __reduce_add_sync(~0u, n[source * C + lane]), blocks = s.num_chunks(source, s.me);
+    const int64_t from = all * lane / blocks, to = all * (lane + 1) / blocks;
+    counts->n[source * C + lane] = lane < blocks ? (int)(to - from) : 0;
+  }
+  __syncthreads();
+}
+// The first warp of a block; a block barrier must follow.
+EPCY_DEVICE void add_up(const Step &s, Counts *counts) {
+  const int lane = threadIdx.x & 31;
+  int run = 0;
+  for (int source = 0; source < s.num_ranks; source++) {
+    const int n = counts->n[source * C + lane];
+    int upto = n;
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, upto, step);
+      if (lane >= step) upto += other;
+    }
+    counts->base[source * C + lane] = run + upto - n;
+    run += __shfl_sync(~0u, upto, 31);
+  }
+  if (lane == 0) counts->total = run;
+}
+
+// One thread of a sending block, uncached: its share is its chunk.
+EPCY_DEVICE void share_chunk(const epcy_cuda_dispatch &a, const Role &role, int n, Share *share) {
+  share->num_pieces = 1, share->n[0] = share->total = n, share->list[0] = chunk_list(a, role.d, role.j, role.g);
+}
+// One warp of a sending block, cached: a j-th part of all tokens that go there, whatever chunks they were counted in.
+EPCY_DEVICE void share_evenly(const Step &s, const epcy_cuda_dispatch &a, const Role &role, Share *share) {
+  const int c = threadIdx.x & 31, num_chunks = role.d == s.me ? a.routing.num_own_chunks : a.routing.num_peer_chunks;
+  const int n = c < num_chunks ? a.routing.chunk_count[role.d * C + c] : 0, base = a.routing.chunk_base[role.d * C];
+  int upto = n;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, upto, step);
+    if (c >= step) upto += other;
+  }
+  const int64_t all = __shfl_sync(~0u, upto, 31);
+  const int from = (int)(all * role.j / role.g), to = (int)(all * (role.j + 1) / role.g), before = upto - n;
+  const int skip = from > before ? from - before : 0, end = to < upto ? to - before : n;
+  const unsigned used = __ballot_sync(~0u, skip < end);
+  if (skip < end) {
+    const int k = __popc(used & ((1u << c) - 1));
+    share->n[k] = end - skip, share->list[k] = chunk_list(a, role.d, c, num_chunks) + skip;
+  }
+  if (c == 0) share->num_pieces = __popc(used), share->total = to - from, share->base = base + from;
 }

@@ -3,76 +3,120 @@
 
 namespace {
 
-// The warps that do not move rows: ids, weights, scales and the handle's positions of this block's rows.
-EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, const Place &pl, char *area, bool moves) {
-  const int K = (int)a.peers.shape.num_topk, me = threadIdx.x - 32 * kMoverWarps;
-  const int64_t L = epcy_num_local_experts(&a.peers.shape);
-  int64_t *idx = (int64_t *)(area + a.peers.area.topk_idx);
-  float *weights = (float *)(area + a.peers.area.topk_weights), *scales = (float *)(area + a.peers.area.scales);
-  for (int k = 0, c = pl.j; c < C; c += pl.g, k++) {
-    const int32_t *list = a.routing.list + (int64_t)pl.d * a.num_tokens + first_token(a, c);
-    const int n = pl.n[k];
-    if (!a.cached) {
-      const int listed = a.routing.chunk_count[pl.d * C + c];
-      for (int i = me; i < listed; i += kOthers)
-        a.routing.pos[(int64_t)list[i] * s.num_ranks + pl.d] = i < n ? pl.base[k] + i : -1;
+// Whether vectors of 16 bytes fit the lanes of a token, everywhere they lie.
+EPCY_DEVICE bool lanes_in_vectors(const epcy_cuda_dispatch &a) {
+  return a.peers.shape.num_topk % 4 == 0 && ((uintptr_t)a.topk_weights & 15) == 0;
+}
+
+// The warps that do not move rows: ids, weights and scales of rows base + i at the destination, i < n.
+template <typename Id>
+EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, int d, const int32_t *list, int base, int n,
+                             char *area) {
+  const int K = (int)s.p.shape.num_topk, me = threadIdx.x - 32 * kMoverWarps;
+  int64_t *idx = (int64_t *)(area + s.p.area.topk_idx);
+  float *weights = (float *)(area + s.p.area.topk_weights), *scales = (float *)(area + s.p.area.scales);
+  const bool vectors = lanes_in_vectors(a);
+  const int step = vectors ? 4 : 1, per_row = K / step;
+#pragma unroll 2
+  for (int q = me; q < n * per_row; q += kOthers) {
+    const int i = q / per_row, k = (q - i * per_row) * step;
+    const int64_t from = (int64_t)list[i] * K + k, to = (int64_t)(base + i) * K + k;
+    int64_t local[4];
+#pragma unroll
+    for (int v = 0; v < 4; v++) local[v] = v < step ? local_id<Id>(s, a, from + v, d) : 0;
+    if (vectors) {
+      *(longlong2 *)(idx + to) = make_longlong2(local[0], local[1]);
+      *(longlong2 *)(idx + to + 2) = make_longlong2(local[2], local[3]);
+      if (!a.topk_weights) continue;
+      const float4 w = *(const float4 *)(a.topk_weights + from);
+      *(float4 *)(weights + to) = make_float4(local[0] < 0 ? 0.0f : w.x, local[1] < 0 ? 0.0f : w.y,
+                                              local[2] < 0 ? 0.0f : w.z, local[3] < 0 ? 0.0f : w.w);
+    } else {
+      idx[to] = local[0];
+      if (a.topk_weights) weights[to] = local[0] < 0 ? 0.0f : a.topk_weights[from];
     }
-    if (!moves) continue;
-    for (int q = me; q < n * K; q += kOthers) {
-      const int i = q / K, lane = q - i * K;
-      const int64_t at = (int64_t)list[i] * K + lane, row = pl.base[k] + i;
-      int64_t id = -1;
-      if (a.cached) id = a.lane_ids[at];
-      else id = a.is_int64 ? ((const int64_t *)a.topk_idx)[at] : ((const int32_t *)a.topk_idx)[at];
-      const int64_t local = id - pl.d * L;
-      const bool here = id >= 0 && local >= 0 && local < L;
-      idx[row * K + lane] = here ? local : -1;
-      if (a.topk_weights) weights[row * K + lane] = here ? a.topk_weights[at] : 0.0f;
+  }
+  if (a.scales && a.num_scales % 4 == 0) {
+    const int each = a.num_scales / 4;
+#pragma unroll 4
+    for (int q = me; q < n * each; q += kOthers) {
+      const int i = q / each, v = q - i * each;
+      ((float4 *)scales)[(int64_t)(base + i) * each + v] = ((const float4 *)a.scales)[(int64_t)list[i] * each + v];
     }
-    if (a.scales && a.num_scales % 4 == 0) {
-      const int per_row = a.num_scales / 4;
-      for (int q = me; q < n * per_row; q += kOthers) {
-        const int i = q / per_row, v = q - i * per_row;
-        ((float4 *)scales)[(int64_t)(pl.base[k] + i) * per_row + v] =
-            ((const float4 *)a.scales)[(int64_t)list[i] * per_row + v];
-      }
-    } else if (a.scales) {
-      for (int q = me; q < n * a.num_scales; q += kOthers) {
-        const int i = q / a.num_scales, v = q - i * a.num_scales;
-        scales[(int64_t)(pl.base[k] + i) * a.num_scales + v] =
-            ((const float *)a.scales)[(int64_t)list[i] * a.num_scales + v];
-      }
+  } else if (a.scales) {
+    for (int q = me; q < n * a.num_scales; q += kOthers) {
+      const int i = q / a.num_scales, v = q - i * a.num_scales;
+      scales[(int64_t)(base + i) * a.num_scales + v] = ((const float *)a.scales)[(int64_t)list[i] * a.num_scales + v];
     }
   }
 }
 
+EPCY_DEVICE void others_together() { asm volatile("bar.sync 1, %0;" ::"n"(kOthers) : "memory"); }
+
+// The same warps, uncached: keep the handle's positions and ids, and count the lanes for each of the destination's
+// experts.
+template <typename Id>
+EPCY_DEVICE void keep_routing(const Step &s, const epcy_cuda_dispatch &a, const Role &role, const int32_t *list,
+                              int base, int n, uint32_t limit, int *hist) {
+  const int K = (int)s.p.shape.num_topk, L = (int)epcy_num_local_experts(&s.p.shape), R = s.num_ranks;
+  const int me = threadIdx.x - 32 * kMoverWarps, t0 = first_token(a, role.j, role.g),
+            t1 = first_token(a, role.j + 1, role.g);
+  for (int e = me; e < L; e += kOthers) hist[e] = 0;
+  for (int t = t0 + me; t < t1; t += kOthers) a.routing.pos[(int64_t)t * R + role.d] = -1;
+  others_together();
+  for (int i = me; i < n; i += kOthers)
+    if ((uint32_t)(base + i) < limit) a.routing.pos[(int64_t)list[i] * R + role.d] = base + i;
+  for (int64_t q = (int64_t)t0 * K + me; q < (int64_t)t1 * K; q += kOthers) {
+    const int64_t id = read_id<Id>(a, q), local = id - (int64_t)role.d * L;
+    if (role.d == s.me) a.lane_ids_out[q] = id < -1 || id >= s.p.shape.num_experts ? -1 : id;
+    if (id >= 0 && local >= 0 && local < L) atomicAdd(&hist[local], 1);
+  }
+  others_together();
+  for (int e = me; e < L; e += kOthers) store_word(s.experts(role.d, s.me, role.j) + e, s.word(hist[e]));
+}
+
 // The same warps of this rank's own blocks: sum everybody's lanes for each local expert; a warp an expert.
-EPCY_DEVICE void sum_experts(const Step &s, const epcy_cuda_dispatch &a, const Place &pl) {
+EPCY_DEVICE void sum_experts(const Step &s, const epcy_cuda_dispatch &a, const Role &role) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - kMoverWarps, warps = kOthers / 32;
-  const int64_t L = epcy_num_local_experts(&a.peers.shape);
-  uint64_t *reported = (uint64_t *)(a.peers.report + 1);
-  for (int64_t e = pl.j * warps + warp; e < L; e += pl.g * warps) {
+  const int64_t L = epcy_num_local_experts(&s.p.shape);
+  uint64_t *reported = (uint64_t *)(s.p.report + 1);
+  for (int64_t e = role.j * warps + warp; e < L; e += role.g * warps) {
     uint32_t sum = 0;
     for (int source = 0; source < s.num_ranks; source++) {
+      const int chunks = s.num_chunks(source, s.me);
       bool ok = true;
-      sum += s.wait(s.experts(s.me, source, lane) + e, EPCY_CUDA_COUNTS, source, &ok);
+      if (lane < chunks) sum += s.wait(s.experts(s.me, source, lane) + e, EPCY_CUDA_COUNTS, source, &ok);
     }
     sum = __reduce_add_sync(~0u, sum);
     if (lane == 0) {
       a.routing.experts[e] = sum;
-      if (a.peers.ticket) s.tell(&reported[e], sum);
+      if (s.p.ticket) s.tell(&reported[e], sum);
     }
   }
 }
-static_assert(C == 32, "a lane a chunk");
 
 // Worst case: rows past the count say so.
-EPCY_DEVICE void fill_rows(const epcy_cuda_dispatch &a, const Place &pl, char *area, int64_t rows) {
-  const int K = (int)a.peers.shape.num_topk, me = threadIdx.x - 32 * kMoverWarps;
-  int64_t *idx = (int64_t *)(area + a.peers.area.topk_idx);
-  float *weights = (float *)(area + a.peers.area.topk_weights);
-  for (int64_t i = rows * K + pl.j * kOthers + me; i < (int64_t)a.fill_to * K; i += pl.g * kOthers)
+EPCY_DEVICE void fill_rows(const Step &s, const epcy_cuda_dispatch &a, const Role &role, char *area, int64_t rows) {
+  const int K = (int)s.p.shape.num_topk, me = threadIdx.x - 32 * kMoverWarps;
+  int64_t *idx = (int64_t *)(area + s.p.area.topk_idx);
+  float *weights = (float *)(area + s.p.area.topk_weights);
+  for (int64_t i = rows * K + role.j * kOthers + me; i < (int64_t)a.fill_to * K; i += role.g * kOthers)
     idx[i] = -1, weights[i] = 0.0f;
+}
+
+// One thread of each block, uncached: what became of the call at its destination, for the host and for the handle.
+EPCY_DEVICE void settle_counts(const Step &s, const epcy_cuda_dispatch &a, const Role &role, const Counts &counts,
+                               uint32_t theirs, uint32_t limit, int *verdict) {
+  if (*verdict == EPCY_VERDICT_OK && (theirs & EPCY_HEADER_WAITS) && (uint32_t)counts.total > limit)
+    *verdict = EPCY_VERDICT_OVERFLOW;
+  if (role.j) return;
+  if (role.d == s.me) {
+    const int rows = *verdict == EPCY_VERDICT_OK || *verdict == EPCY_VERDICT_OVERFLOW ? counts.total : 0;
+    *a.routing.num_recv = rows;
+    const int own = counts.base[s.me * C], end = s.me + 1 < s.num_ranks ? counts.base[(s.me + 1) * C] : counts.total;
+    if (s.p.ticket) s.p.report->own_base = own, s.p.report->own_count = end - own, s.tell(&s.p.report->num_rows, rows);
+    else if ((uint32_t)rows > limit) s.p.report->late_rows = rows, s.p.report->late_limit = limit;
+  }
 }
 
 template <typename Id>
@@ -80,86 +124,93 @@ __global__ void __launch_bounds__(kThreads, 1)
     dispatch_rows(const __grid_constant__ epcy_cuda_dispatch a, const MoverShape shape) {
   extern __shared__ char unaligned[];
   char *dynamic = aligned_shared(unaligned);
-  __shared__ Place pl;
-  __shared__ int verdict, lower, total, own[C], warp_total[kThreads / 32];
+  __shared__ Counts counts;
+  __shared__ Share share;
+  __shared__ int verdict, warp_total[kWarps];
   __shared__ unsigned long long first_bad;
   int *hist = (int *)(dynamic + shape.bytes());
   const Step s(a.peers);
   if (s.broken()) return s.report_broken();
-  const int R = s.num_ranks, b = blockIdx.x, to_peers = a.num_peer_blocks * (R - 1);
-  if (b == 0) s.announce(a.header, a.limit, 0);
-  if (threadIdx.x == 0) {
-    const bool own_rows = b >= to_peers;
-    pl.d = own_rows ? s.me : (s.me + 1 + b / a.num_peer_blocks) % R;
-    pl.j = own_rows ? b - to_peers : b % a.num_peer_blocks;
-    pl.g = own_rows ? a.num_own_blocks : a.num_peer_blocks;
-    verdict = EPCY_VERDICT_OK, lower = total = 0;
-  }
+  const Role role(a, s.me, s.num_ranks);
+  const int warp = threadIdx.x >> 5;
+  if (blockIdx.x == 0) s.announce(a.header, a.limit, 0, EPCY_GRID(gridDim.x, a.num_peer_blocks, a.num_own_blocks));
+  if (threadIdx.x == 0) verdict = EPCY_VERDICT_OK, first_bad = ~0ull;
+  if (warp == kWarps - 1 && a.cached) share_evenly(s, a, role, &share);
   Mover mover(dynamic, shape);
   __syncthreads();
 
-  if (!a.cached)
-    for (int c = pl.j; c < C; c += pl.g) {
-      const int n = count_chunk<Id>(s, a, c, pl.d, hist, warp_total, &first_bad);
-      if (threadIdx.x == 0) a.routing.chunk_count[pl.d * C + c] = n;
-    }
-  s.gather(a.header, &verdict);
-  if (!a.cached && verdict == EPCY_VERDICT_OK) find_bases(s, pl.d, &verdict, &lower, &total, own);
-  const uint32_t theirs = s.header_value(pl.d, 0), limit = s.header_value(pl.d, 1);
-  if (threadIdx.x == 0 && !a.cached) {
-    if (verdict == EPCY_VERDICT_OK && (theirs & EPCY_HEADER_WAITS) && (uint32_t)total > limit)
-      verdict = EPCY_VERDICT_OVERFLOW;
-    int base = lower;
-    for (int c = 0, k = 0; c < C; c++) {
-      const int n = verdict == EPCY_VERDICT_OK ? own[c] : 0, room = (int)limit - base;
-      if (c % pl.g == pl.j) {
-        pl.base[k] = base, pl.n[k] = n < room ? n : room > 0 ? room : 0;
-        a.routing.chunk_base[pl.d * C + c] = base;
-        k++;
-      }
-      base += n;
-    }
-    if (pl.j == 0 && pl.d == s.me) {
-      const int rows = verdict == EPCY_VERDICT_OK || verdict == EPCY_VERDICT_OVERFLOW ? total : 0;
-      *a.routing.num_recv = rows;
-      if (a.peers.ticket) s.tell(&a.peers.report->num_rows, rows);
-      else if ((uint32_t)rows > limit) a.peers.report->late_rows = rows, a.peers.report->late_limit = limit;
-    }
-    if (pl.j == 0) s.report(pl.d, verdict);
+  if (!a.cached) {
+    const int n = list_tokens<Id>(s, a, role, warp_total, &first_bad);
+    publish_count<Id>(s, a, role, n, first_bad);
+    if (threadIdx.x == 0) share_chunk(a, role, n, &share);
+    __syncthreads();
   }
-  if (threadIdx.x == 0 && a.cached) {
-    for (int k = 0, c = pl.j; c < C; c += pl.g, k++) {
-      pl.base[k] = a.routing.chunk_base[pl.d * C + c];
-      const int n = a.routing.chunk_count[pl.d * C + c], room = (int)limit - pl.base[k];
-      pl.n[k] = verdict != EPCY_VERDICT_OK ? 0 : n < room ? n : room > 0 ? room : 0;
+  // Rows are on their way into the ring while counts and headers are.
+  Walk tokens(share.total, warp, kMoverWarps, a.row_bytes, shape.stage_bytes, [](int i) { return share.token(i); });
+  bool go_on = true;
+  auto source = [&](const char **from, uint32_t *bytes) {
+    int token;
+    int64_t offset;
+    if (!go_on || !tokens.next(&token, &offset, bytes)) return false;
+    *from = a.x + token * a.x_stride_bytes + offset;
+    return true;
+  };
+  if (warp < kMoverWarps) mover.prime(source);
+  s.gather(a.header, &verdict);
+  const bool agreed = verdict != EPCY_VERDICT_BROKEN;
+  if (!a.cached && verdict == EPCY_VERDICT_OK) gather_counts(s, role.d, &verdict, &counts);
+  const uint32_t theirs = s.header_value(role.d, 0), limit = s.header_value(role.d, 1);
+  __syncthreads();
+  if (warp == 0) {
+    if (!a.cached && verdict == EPCY_VERDICT_OK) add_up(s, &counts);
+    __syncwarp();
+    if (threadIdx.x == 0) {
+      if (!a.cached) {
+        if (verdict == EPCY_VERDICT_OK) share.base = counts.base[s.me * C + role.j];
+        settle_counts(s, a, role, counts, theirs, limit, &verdict);
+      }
+      if (role.j == 0) s.report(role.d, verdict);
     }
-    if (pl.j == 0) s.report(pl.d, verdict);
   }
   __syncthreads();
-
   const bool moves = verdict == EPCY_VERDICT_OK;
-  char *area = a.peers.base[pl.d] + a.peers.heap.receive[EPCY_HEADER_AREA(theirs)];
-  const int warp = threadIdx.x >> 5;
+  char *area = a.peers.base[role.d] + a.peers.heap.receive[EPCY_HEADER_AREA(theirs)];
   if (warp < kMoverWarps) {
-    if (moves)
-      for (int k = 0, c = pl.j; c < C; c += pl.g, k++)
-        mover.rows(a.x, a.x_stride_bytes, a.routing.list + (int64_t)pl.d * a.num_tokens + first_token(a, c), pl.n[k],
-                   area + a.peers.area.payload + pl.base[k] * a.row_bytes, a.row_bytes);
-    mover.drain();
+    Walk rows(share.total, warp, kMoverWarps, a.row_bytes, shape.stage_bytes, [](int i) { return share.base + i; });
+    go_on = moves;
+    mover.run<true>(source, [&](uint32_t *bytes) {
+      int row;
+      int64_t offset;
+      rows.next(&row, &offset, bytes);
+      const bool fits = moves && (uint32_t)row < limit && mover.lane == 0;
+      return fits ? area + a.peers.area.payload + row * a.row_bytes + offset : nullptr;
+    });
+    mover.arrived<0>();
   } else {
-    if (pl.d == s.me && moves && !a.cached) sum_experts(s, a, pl);
-    write_lanes(s, a, pl, area, moves);
-    if (pl.d == s.me && verdict != EPCY_VERDICT_BROKEN)
-      fill_rows(a, pl, area, !moves ? 0 : a.cached ? *a.routing.num_recv : total);
+    const int me = threadIdx.x - 32 * kMoverWarps;
+    if (!a.cached) {
+      if (role.j == 0)
+        for (int c = me; c < C; c += kOthers)
+          a.routing.chunk_count[role.d * C + c] = moves ? counts.n[s.me * C + c] : 0,
+          a.routing.chunk_base[role.d * C + c] = moves ? counts.base[s.me * C + c] : 0;
+      keep_routing<Id>(s, a, role, share.list[0], share.base, share.total, moves ? limit : 0, hist);
+      if (role.d == s.me && moves) sum_experts(s, a, role);
+    }
+    for (int k = 0, base = share.base; moves && k < share.num_pieces; base += share.n[k++]) {
+      const int room = (int)limit - base, n = share.n[k] < room ? share.n[k] : room > 0 ? room : 0;
+      write_lanes<Id>(s, a, role.d, share.list[k], base, n, area);
+    }
+    if (role.d == s.me && agreed)
+      fill_rows(s, a, role, area, !moves ? 0 : a.cached ? *a.routing.num_recv : counts.total);
   }
-  s.finish();
+  s.finish(agreed);
 }
 
 } // namespace
 
 extern "C" int epcy_cuda_launch_dispatch(const epcy_cuda_dispatch *call, void *stream) {
   const int64_t hist_bytes = epcy_num_local_experts(&call->peers.shape) * 4;
-  const MoverShape shape = mover_shape(call->row_bytes, kMoverWarps, hist_bytes);
+  const MoverShape shape = mover_shape(call->row_bytes, hist_bytes);
   const int grid = call->num_peer_blocks * ((int)call->peers.shape.num_ranks - 1) + call->num_own_blocks;
   const size_t bytes = shape.bytes() + hist_bytes;
   return call->is_int64 ? launch_together(dispatch_rows<int64_t>, grid, kThreads, bytes, stream, *call, shape)

@@ -79,7 +79,7 @@ EPCY_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: 
 template <int N> EPCY_DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
-EPCY_DEVICE void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+template <int N> EPCY_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory"); }
 // Orders this thread's generic accesses with its asynchronous ones, both ways.
 EPCY_DEVICE void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 #endif

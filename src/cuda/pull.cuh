@@ -1,14 +1,15 @@
 // Combine: every rank pulls rows of its tokens from where other ranks made them ready, and sums them in rank order.
 //
-// One warp of a block loads rows into a ring of stages (bulk copies), the others add them up in registers; a token's rows
-// come in rank order, so the sum does too. A row larger than a stage is summed piece by piece.
+// A block is two pipelines, each with every second of its tokens: a warp loads rows into a ring of stages (bulk copies),
+// seven others add them up in registers. A token's rows come in rank order, so the sum does too. A row larger than a stage
+// is summed piece by piece. One pipeline alone would spend its time on the cost of each row, not on its bytes.
 #pragma once
 #include "launch.cuh"
 #include "numeric.cuh"
 #include "step.cuh"
 
-constexpr int kAdders = 448, kThreads = 32 + kAdders, kVectors = 2, kStageBytes = kAdders * kVectors * 16;
-constexpr int kMostStages = 14;
+constexpr int kPipelines = 2, kAdders = 224, kThreads = kPipelines * (32 + kAdders);
+constexpr int kVectors = 4, kStageBytes = kAdders * kVectors * 16, kStages = 7;
 
 struct Stage { // what lies in a stage; written by the loader before the stage is full
   int token, piece;
@@ -63,18 +64,38 @@ EPCY_DEVICE float load_foreign(const float *p) { // a peer wrote or will write i
   return v;
 }
 
-#ifdef EPCY_HAS_BULK
+// Where rows lie, by rank.
+struct Rows {
+  const char *at[EPCY_MAX_RANKS];
+  int64_t stride[EPCY_MAX_RANKS];
+};
+
+// One pipeline's place in shared memory.
+struct Pipeline {
+  uint64_t full[kStages], empty[kStages];
+  Stage stage[kStages];
+};
+
 template <int Dtype>
-EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *ring, int num_stages, uint64_t *full,
-                      uint64_t *empty, Stage *stage, const char *const *y) {
-  const int tid = threadIdx.x, lane = tid & 31;
+EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pipeline *pipelines, const Rows &y) {
+  const int mine = threadIdx.x / (32 + kAdders), tid = threadIdx.x % (32 + kAdders);
+  const int begin = blockIdx.x * kPipelines + mine, step = gridDim.x * kPipelines;
+#ifdef EPCY_HAS_BULK
+  Pipeline &p = pipelines[mine];
+  char *ring = rings + (int64_t)mine * kStages * kStageBytes;
+  const int lane = tid & 31;
   if (tid < 32) { // the loader
     proxy_fence();
     uint32_t item = 0;
     int row, next_row;
-    unsigned who = holders(s, a, blockIdx.x, &row);
-    for (int token = blockIdx.x; token < a.num_tokens; token += gridDim.x, row = next_row) {
-      const unsigned next = holders(s, a, token + gridDim.x, &next_row); // its latency hides behind this token
+    unsigned who = holders(s, a, begin, &row);
+    auto free_stage = [&] {
+      const int st = item % kStages;
+      if (item >= kStages) barrier_wait(p.empty + st, (item / kStages - 1) & 1);
+      return st;
+    };
+    for (int token = begin; token < a.num_tokens; token += step, row = next_row) {
+      const unsigned next = holders(s, a, token + step, &next_row); // its latency hides behind this token
       for (int64_t at = 0, piece = 0; at < a.row_bytes; at += kStageBytes, piece++) {
         const uint32_t bytes = (uint32_t)(a.row_bytes - at < kStageBytes ? a.row_bytes - at : kStageBytes);
         unsigned left = who;
@@ -82,14 +103,13 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *ring, int
           const int r = left ? __ffs(left) - 1 : 0;
           const int from = __shfl_sync(~0u, row, r);
           if (lane == 0) {
-            const int st = item % num_stages;
-            if (item >= (uint32_t)num_stages) barrier_wait(empty + st, (item / num_stages - 1) & 1);
-            stage[st] = {token, (int)piece, left == who, (left & (left - 1)) == 0, left == 0};
+            const int st = free_stage();
+            p.stage[st] = {token, (int)piece, left == who, (left & (left - 1)) == 0, left == 0};
             if (left) {
-              barrier_expect(full + st, bytes);
-              bulk_load(ring + (int64_t)st * kStageBytes, y[r] + (int64_t)from * a.row_bytes + at, bytes, full + st);
+              barrier_expect(p.full + st, bytes);
+              bulk_load(ring + (int64_t)st * kStageBytes, y.at[r] + from * y.stride[r] + at, bytes, p.full + st);
             } else {
-              barrier_arrive(full + st);
+              barrier_arrive(p.full + st);
             }
           }
           item++;
@@ -99,83 +119,86 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *ring, int
       who = next;
     }
     if (lane == 0) { // a stage that says: no more
-      const int st = item % num_stages;
-      if (item >= (uint32_t)num_stages) barrier_wait(empty + st, (item / num_stages - 1) & 1);
-      stage[st].token = -1;
-      barrier_arrive(full + st);
+      const int st = free_stage();
+      p.stage[st].token = -1;
+      barrier_arrive(p.full + st);
     }
     __syncwarp();
   } else {
     const int me = tid - 32;
     Sum<Dtype> sum;
     for (uint32_t item = 0;; item++) {
-      const int st = item % num_stages;
-      barrier_wait(full + st, (item / num_stages) & 1);
-      const Stage got = stage[st];
+      const int st = item % kStages;
+      barrier_wait(p.full + st, (item / kStages) & 1);
+      const Stage got = p.stage[st];
       if (got.token < 0) break;
       const int64_t at = (int64_t)got.piece * kStageBytes,
                     bytes = a.row_bytes - at < kStageBytes ? a.row_bytes - at : kStageBytes;
       if (got.first) sum.begin(a, got.token, at, bytes, me);
       if (!got.empty) sum.add(ring + (int64_t)st * kStageBytes, bytes, me);
       __syncwarp();
-      if (lane == 0) barrier_arrive(empty + st);
+      if (lane == 0) barrier_arrive(p.empty + st);
       if (got.last) sum.end(a.out + (int64_t)got.token * a.row_bytes + at, bytes, me);
     }
   }
-}
 #else
-template <int Dtype>
-EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *, int, uint64_t *, uint64_t *, Stage *,
-                      const char *const *y) {
-  if (threadIdx.x >= kAdders) return; // the plain path: every adder loads for itself
-  for (int token = blockIdx.x; token < a.num_tokens; token += gridDim.x)
+  if (tid >= kAdders) return; // the plain path: every adder loads for itself
+  for (int token = begin; token < a.num_tokens; token += step)
     for (int64_t at = 0; at < a.row_bytes; at += kStageBytes) {
       const int64_t bytes = a.row_bytes - at < kStageBytes ? a.row_bytes - at : kStageBytes;
       Sum<Dtype> sum;
-      sum.begin(a, token, at, bytes, threadIdx.x);
+      sum.begin(a, token, at, bytes, tid);
       for (int r = 0; r < s.num_ranks; r++) {
         const int row = a.pos[(int64_t)token * s.num_ranks + r];
-        if (row >= 0) sum.add(y[r] + (int64_t)row * a.row_bytes + at, bytes, threadIdx.x);
+        if (row >= 0) sum.add(y.at[r] + row * y.stride[r] + at, bytes, tid);
       }
-      sum.end(a.out + (int64_t)token * a.row_bytes + at, bytes, threadIdx.x);
+      sum.end(a.out + (int64_t)token * a.row_bytes + at, bytes, tid);
     }
-}
 #endif
+}
 
 // All threads of every block: the whole of a combine. `before` makes ready on every rank what is pulled (it may not return
 // early), and may raise the verdict.
 template <int Dtype, typename Before>
-EPCY_DEVICE void combine(const epcy_cuda_combine &a, int num_stages, char *ring, Before before) {
-  __shared__ __align__(8) uint64_t full[kMostStages], empty[kMostStages];
-  __shared__ Stage stage[kMostStages];
-  __shared__ const char *y[EPCY_MAX_RANKS];
+EPCY_DEVICE void combine(const epcy_cuda_combine &a, char *rings, Before before) {
+  __shared__ __align__(8) Pipeline pipelines[kPipelines];
+  __shared__ Rows y;
   __shared__ int verdict;
   const Step s(a.peers);
   if (s.broken()) return s.report_broken();
-  if (blockIdx.x == 0) s.announce(a.header, (uint32_t)(a.y_offset / 128), (uint32_t)(a.weights_offset / 128));
+  if (blockIdx.x == 0)
+    s.announce(a.header, (uint32_t)(a.y_offset / 128), (uint32_t)(a.weights_offset / 128), EPCY_GRID(gridDim.x, 0, 0));
   if (threadIdx.x == 0) {
     verdict = EPCY_VERDICT_OK;
 #ifdef EPCY_HAS_BULK
-    for (int i = 0; i < num_stages; i++) barrier_init(full + i, 1), barrier_init(empty + i, kAdders / 32);
+    for (int i = 0; i < kPipelines * kStages; i++) {
+      barrier_init(pipelines[i / kStages].full + i % kStages, 1);
+      barrier_init(pipelines[i / kStages].empty + i % kStages, kAdders / 32);
+    }
     barrier_init_fence();
 #endif
   }
   __syncthreads();
   s.gather(a.header, &verdict);
-  if ((int)threadIdx.x < s.num_ranks)
-    y[threadIdx.x] = a.peers.base[threadIdx.x] + (int64_t)s.header_value(threadIdx.x, 1) * 128;
+  if ((int)threadIdx.x < s.num_ranks) {
+    const bool apart = a.own_rows && (int)threadIdx.x == s.me;
+    y.at[threadIdx.x] =
+        apart ? a.own_rows : a.peers.base[threadIdx.x] + (int64_t)s.header_value(threadIdx.x, 1) * 128;
+    y.stride[threadIdx.x] = apart ? a.own_stride_bytes : a.row_bytes;
+  }
+  const bool seen = verdict != EPCY_VERDICT_BROKEN;
   if (blockIdx.x == 0 && threadIdx.x == 0) s.report(s.me, verdict);
   __syncthreads();
   if (verdict == EPCY_VERDICT_OK) before(s, &verdict);
-  if (verdict == EPCY_VERDICT_OK) pull<Dtype>(s, a, ring, num_stages, full, empty, stage, y);
-  s.finish();
+  if (verdict == EPCY_VERDICT_OK) pull<Dtype>(s, a, rings, pipelines, y);
+  s.finish(seen);
 }
 
 template <typename Kernel>
 int launch_combine(Kernel bf16, Kernel fp16, Kernel fp32, const epcy_cuda_combine *call, int num_sms, void *stream) {
-  const size_t bytes = has_bulk_copies() ? (size_t)kMostStages * kStageBytes : 0;
+  const size_t bytes = has_bulk_copies() ? (size_t)kPipelines * kStages * kStageBytes : 0;
   const Kernel kernel = call->dtype == kBf16 ? bf16 : call->dtype == kFp16 ? fp16 : fp32;
-  return launch_together(kernel, num_sms, kThreads, bytes, stream, *call, kMostStages);
+  return launch_together(kernel, num_sms, kThreads, bytes, stream, *call);
 }
 
 template <typename Kernel> int allow_combine(Kernel bf16, Kernel fp16, Kernel fp32) {

@@ -20,9 +20,9 @@ __global__ void __launch_bounds__(256, 1)
       s.text(i / EPCY_CUDA_TEXT_BYTES, s.me)[i % EPCY_CUDA_TEXT_BYTES] = text.bytes[i % EPCY_CUDA_TEXT_BYTES];
   __threadfence_system();
   __syncthreads();
-  s.announce(header, 0, 0);
+  s.announce(header, 0, 0, EPCY_GRID(1, 0, 0));
   s.gather(header, &verdict);
-  s.finish();
+  s.finish(verdict != EPCY_VERDICT_BROKEN);
   if (threadIdx.x == 0 && (s.p.ticket || !(header & EPCY_HEADER_REFUSED))) s.report(s.me, verdict);
 }
 
@@ -30,19 +30,20 @@ __global__ void __launch_bounds__(256, 1)
 __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_peers p, uint32_t round) {
   const int R = (int)p.shape.num_ranks, r = threadIdx.x;
   epcy_local *local = (epcy_local *)(p.base[p.rank] + p.control.local);
-  uint32_t most = local->epoch;
+  const uint32_t epoch = local->epoch[0];
+  uint32_t most = epoch;
   bool ok = true;
   for (int half = 0; half < 2 && ok; half++) {
     uint64_t seen = 0;
     if (r < R) {
       store_word_release((uint64_t *)(p.base[r] + p.control.resets) + half * R + p.rank,
-                         (uint64_t)round << 32 | local->epoch);
+                         (uint64_t)round << 32 | epoch);
       const uint64_t start = global_time_ns();
       const uint64_t *at = (const uint64_t *)(p.base[p.rank] + p.control.resets) + half * R + r;
       while ((uint32_t)((seen = load_word_acquire(at)) >> 32) != round && ok)
         ok = global_time_ns() - start < (uint64_t)p.timeout_ns;
       if (!ok) {
-        p.report->phase = EPCY_CUDA_RESET, p.report->peer = r, p.report->epoch = local->epoch;
+        p.report->phase = EPCY_CUDA_RESET, p.report->peer = r, p.report->epoch = epoch;
         p.report->expected = (uint64_t)round << 32, p.report->seen = seen;
       }
     }
@@ -50,7 +51,8 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
     if (half == 0 && ok) {
       most = __reduce_max_sync(~0u, r < R ? (uint32_t)seen : 0u);
       __syncwarp();
-      if (r == 0) local->epoch = most + 2, local->blocks_done = 0, local->blocks_met = 0, local->broken = 0;
+      for (int b = r; b < EPCY_MAX_BLOCKS; b += 32) local->epoch[b] = most + 2;
+      if (r == 0) local->blocks_met = 0, local->broken = 0;
       __threadfence();
       __syncwarp();
     }

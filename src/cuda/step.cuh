@@ -10,7 +10,7 @@ struct Step {
 
   // All threads. `broken` Buffers do nothing until reset.
   EPCY_DEVICE explicit Step(const epcy_peers &peers) : p(peers), me(peers.rank), num_ranks((int)peers.shape.num_ranks) {
-    epoch = load_local(&local()->epoch) + 1;
+    epoch = load_local(&local()->epoch[blockIdx.x]) + 1;
     if (epoch == 0) epoch = 1;
   }
   EPCY_DEVICE epcy_local *local() const { return (epcy_local *)(p.base[me] + p.control.local); }
@@ -20,25 +20,32 @@ struct Step {
   EPCY_DEVICE uint64_t *header(int on, int from) const {
     return (uint64_t *)(p.base[on] + p.control.headers) + ((int64_t)set() * num_ranks + from) * EPCY_NUM_HEADERS;
   }
-  EPCY_DEVICE uint64_t *done(int on, int from) const {
-    return (uint64_t *)(p.base[on] + p.control.done) + set() * num_ranks + from;
+  EPCY_DEVICE uint64_t *done(int on, int from) const { // [EPCY_MAX_BLOCKS]
+    return (uint64_t *)(p.base[on] + p.control.done) + ((int64_t)set() * num_ranks + from) * EPCY_MAX_BLOCKS;
   }
   EPCY_DEVICE uint64_t *counts(int on, int from, int chunk) const { // [R] by destination
     return (uint64_t *)(p.base[on] + p.control.counts) +
-           (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * num_ranks;
+           (((int64_t)set() * num_ranks + from) * EPCY_MAX_CHUNKS + chunk) * num_ranks;
   }
   EPCY_DEVICE uint64_t *experts(int on, int from, int chunk) const { // [L]
     const int64_t L = epcy_num_local_experts(&p.shape);
     return (uint64_t *)(p.base[on] + p.control.experts) +
-           (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * L;
+           (((int64_t)set() * num_ranks + from) * EPCY_MAX_CHUNKS + chunk) * L;
   }
   EPCY_DEVICE uint64_t *starts(int on, int chunk) const { // [E]
     return (uint64_t *)(p.base[on] + p.control.starts) +
-           ((int64_t)set() * EPCY_NUM_CHUNKS + chunk) * p.shape.num_experts;
+           ((int64_t)set() * EPCY_MAX_CHUNKS + chunk) * p.shape.num_experts;
+  }
+  EPCY_DEVICE uint64_t *progress(int on, int from, int chunk) const { // [EPCY_MOVER_WARPS]
+    return (uint64_t *)(p.base[on] + p.control.progress) +
+           (((int64_t)set() * num_ranks + from) * EPCY_MAX_CHUNKS + chunk) * EPCY_MOVER_WARPS;
+  }
+  EPCY_DEVICE int32_t *fans(int on) const { // [R M][K]
+    return (int32_t *)(p.base[on] + p.control.fans) + set() * num_ranks * p.shape.num_max_tokens * p.shape.num_topk;
   }
   EPCY_DEVICE int64_t *bad(int on, int from, int chunk) const { // token, lane, value
     return (int64_t *)(p.base[on] + p.control.bad) +
-           (((int64_t)set() * num_ranks + from) * EPCY_NUM_CHUNKS + chunk) * 4;
+           (((int64_t)set() * num_ranks + from) * EPCY_MAX_CHUNKS + chunk) * 4;
   }
   EPCY_DEVICE uint64_t *mark(int on, int from, int which) const {
     return (uint64_t *)(p.base[on] + p.control.marks) + ((int64_t)set() * num_ranks + from) * EPCY_NUM_MARKS + which;
@@ -51,8 +58,12 @@ struct Step {
   // One thread: wait until a word is of this call, and return its value; false in *ok if that took too long, or if
   // another wait of this Buffer has expired.
   EPCY_DEVICE uint32_t wait(const uint64_t *at, int phase, int peer, bool *ok) const {
+    return wait_for(at, 0, phase, peer, ok);
+  }
+  // The same, until its value is `least` or more.
+  EPCY_DEVICE uint32_t wait_for(const uint64_t *at, uint32_t least, int phase, int peer, bool *ok) const {
     uint64_t v = load_word_acquire(at), start = 0;
-    for (int turn = 1; (uint32_t)(v >> 32) != epoch; turn++) {
+    for (int turn = 1; (uint32_t)(v >> 32) != epoch || (uint32_t)v < least; turn++) {
       if ((turn & 255) == 0) {
         const uint64_t now = global_time_ns();
         if (!start) start = now;
@@ -74,23 +85,25 @@ struct Step {
     *(volatile uint32_t *)&r->expired = 1;
   }
 
-  // The first num_ranks threads of one block: say what this rank does.
-  EPCY_DEVICE void announce(uint32_t header_word, uint32_t second, uint32_t third) const {
-    if ((int)threadIdx.x < num_ranks) {
-      uint64_t *h = header(threadIdx.x, me);
-      store_word(h + 1, word(second));
-      store_word(h + 2, word(third));
-      store_word_release(h, word(header_word));
+  // All threads of one block: say what this rank does. Each word is a thread's, so that none waits for another.
+  EPCY_DEVICE void announce(uint32_t header_word, uint32_t second, uint32_t third, uint32_t grid) const {
+    static_assert(EPCY_NUM_HEADERS == 4, "a value each");
+    if ((int)threadIdx.x < num_ranks * EPCY_NUM_HEADERS) {
+      const int which = threadIdx.x % EPCY_NUM_HEADERS;
+      store_word_release(header(threadIdx.x / EPCY_NUM_HEADERS, me) + which,
+                         word(which == 0 ? header_word : which == 1 ? second : which == 2 ? third : grid));
     }
   }
 
   // All threads of a block: wait for every rank's header; ends with a block barrier. `verdict` is shared and starts OK.
   // A rank that is seen here lets its peers write where its header says.
   EPCY_DEVICE void gather(uint32_t mine, int *verdict) const {
-    if ((int)threadIdx.x < num_ranks) {
+    if ((int)threadIdx.x < num_ranks * EPCY_NUM_HEADERS) {
+      const int from = threadIdx.x / EPCY_NUM_HEADERS, which = threadIdx.x % EPCY_NUM_HEADERS;
       bool ok = true;
-      const uint32_t theirs = wait(header(me, threadIdx.x), EPCY_CUDA_HEADERS, threadIdx.x, &ok);
+      const uint32_t theirs = wait(header(me, from) + which, EPCY_CUDA_HEADERS, from, &ok);
       if (!ok) atomicMax(verdict, (int)EPCY_VERDICT_BROKEN);
+      else if (which) (void)theirs;
       else if (theirs & EPCY_HEADER_REFUSED) atomicMax(verdict, (int)EPCY_VERDICT_REFUSED);
       else if ((theirs ^ mine) & EPCY_HEADER_COMPARED) atomicMax(verdict, (int)EPCY_VERDICT_MISMATCH);
     }
@@ -98,6 +111,12 @@ struct Step {
   }
   EPCY_DEVICE uint32_t header_value(int rank, int word_of) const {
     return (uint32_t)load_word(header(me, rank) + word_of);
+  }
+
+  // In how many chunks a source counts its tokens for rank d: a block each.
+  EPCY_DEVICE int num_chunks(int source, int d) const {
+    const uint32_t grid = header_value(source, 3);
+    return source == d ? EPCY_GRID_OWN(grid) : EPCY_GRID_PEER(grid);
   }
 
   // One thread: a value for the host that waits with this call's ticket.
@@ -137,7 +156,7 @@ struct Step {
     __syncthreads();
     if (threadIdx.x == 0) {
       __threadfence_system();
-      last = atomicAdd(&local()->blocks_met, 1u) == gridDim.x * (turn + 1) - 1;
+      last = atomicInc(&local()->blocks_met, gridDim.x - 1) == gridDim.x - 1; // and it is 0 again
     }
     __syncthreads();
     if ((int)threadIdx.x < num_ranks) {
@@ -152,28 +171,20 @@ struct Step {
     __syncthreads();
   }
 
-  // All threads of every block, at the end: the last block tells all ranks that this rank has finished, waits for
-  // theirs, and takes the epoch's step. Bulk stores must be complete and fenced in their issuing threads.
-  EPCY_DEVICE void finish() const {
-    __shared__ bool last;
+  // All threads of every block, at the end: tell all ranks that this block has done everything to them, see that their
+  // blocks have (each block looks at those of its own number), and take the epoch's step. Bulk stores must be complete
+  // and fenced in their issuing threads. `agreed`: every rank's header has been seen.
+  EPCY_DEVICE void finish(bool agreed) const {
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if ((int)threadIdx.x < num_ranks && (int)threadIdx.x != me) {
       __threadfence_system();
-      last = atomicAdd(&local()->blocks_done, 1u) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (!last) return;
-    if ((int)threadIdx.x < num_ranks) {
-      __threadfence_system();
-      store_word_release(done(threadIdx.x, me), word(0));
+      store_word_release(done(threadIdx.x, me) + blockIdx.x, word(0));
+      const int blocks = agreed ? EPCY_GRID_BLOCKS(header_value(threadIdx.x, 3)) : 0;
       bool ok = true;
-      wait(done(me, threadIdx.x), EPCY_CUDA_COMPLETION, threadIdx.x, &ok);
+      for (int b = blockIdx.x; b < blocks && ok; b += gridDim.x)
+        wait(done(me, threadIdx.x) + b, EPCY_CUDA_COMPLETION, threadIdx.x, &ok);
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      local()->blocks_done = local()->blocks_met = 0;
-      local()->epoch = epoch;
-      __threadfence();
-    }
+    for (int b = blockIdx.x + threadIdx.x * gridDim.x; b < EPCY_MAX_BLOCKS; b += gridDim.x * blockDim.x)
+      local()->epoch[b] = epoch;
   }
 };
