@@ -62,7 +62,9 @@ def complaints(library: bytes | None, archs: set[int]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser("check_wheel.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--archs", default="", help='as in EPCY_CUDA_ARCH: "80;90;100"; none: the host backend alone')
+    parser.add_argument(
+        "--archs", default="", help='as in EPCY_CUDA_ARCH: "80;90;100"; none: the host backend alone'
+    )
     args = parser.parse_args()
     archs = {int(arch) for arch in re.findall(r"\d+", args.archs)}
     if args.file.suffix == ".whl":

@@ -29,7 +29,9 @@ def check_wheel():
 
 def fat_binary(*entries):
     """The bytes of a fat binary; an entry is (kind, architecture)."""
-    parts = b"".join(struct.pack("<HHIQ12xI", kind, 0x101, 64, 24, arch).ljust(64 + 24) for kind, arch in entries)
+    parts = b"".join(
+        struct.pack("<HHIQ12xI", kind, 0x101, 64, 24, arch).ljust(64 + 24) for kind, arch in entries
+    )
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(parts)) + parts
 
 
@@ -81,7 +83,9 @@ def reason(program):
 
 @built
 def test_the_modules_import_and_say_why_the_backend_does_not_work():
-    program = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); import epcy; from epcy import backends\n"
+    program = (
+        f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); import epcy; from epcy import backends\n"
+    )
     program += "backends.load_nvshmem(); import epcy.backends.nvshmem; from epcy.backends import symmetric\n"
     program += "print(symmetric.num_devices())\n"
     if int(reason(program)):
