@@ -3,7 +3,7 @@
 # PYTHON  the python that `build`, `wheel` and the GPU verbs use, and of which `.venv` is made (default python3)
 # RANKS   the rank counts of `make test` (default "1 2 3 4 8")
 # ARGS    more arguments for pytest, the demo or the bench
-# EPCY_CUDA, NVSHMEM_HOME  see tools/build_backend.py; EPCY_CUDA_ARCH, MAX_JOBS  see setup.py
+# EPCY_CUDA, NVSHMEM_HOME  see tools/build_backend.py; EPCY_CUDA_ARCH, MAX_JOBS  see setup.py; `wheel` has its own defaults
 
 PYTHON ?= python3
 RANKS ?= 1 2 3 4 8
@@ -70,7 +70,7 @@ test-wheel: wheel ## the wheel in an empty .venv of its own, as on a machine wit
 	cd build/wheel && ../wheel-venv/bin/python -m epcy
 	cd build/wheel && ../wheel-venv/bin/mpiexec -n 2 ../wheel-venv/bin/python -m mpi4py ../../examples/first_steps.py
 	$(WHEEL_PY) -m pip install -q --disable-pip-version-check '$(NVSHMEM)' 'cupy-cuda13x>=14.1' 'pytest>=8' pytest-timeout
-	build/wheel-venv/bin/pytest -q -rs tests/unit/test_cuda_library.py tests/mpi/test_unique_id.py
+	build/wheel-venv/bin/pytest -q -rs tests/unit/test_cuda_library.py tests/unit/test_cuda_arrays.py tests/mpi/test_unique_id.py
 	build/wheel-venv/bin/mpiexec -n 2 build/wheel-venv/bin/pytest -q -rs tests/mpi/test_unique_id.py
 	cd build/wheel && ../wheel-venv/bin/python -m epcy | sed -n '/^backends/,/^$$/p'
 

@@ -187,8 +187,8 @@ cdef Array describe_cuda(object obj, str name, int device):
     if array.ndim > 2:
         raise ArgumentError(f"{name}: expected at most 2 dimensions, got shape {shape}")
     if a.device.id != device and a.size:
-        raise ArgumentError(f"{name}: expected an array on GPU {device}, the Buffer's, got one on GPU {a.device.id}; copy "
-                            f"it, or construct the Buffer with device={a.device.id} on this rank")
+        raise ArgumentError(f"{name}: expected an array on GPU {device}, the Buffer's, got one on GPU {a.device.id}; "
+                            f"copy it, or construct the Buffer with device={a.device.id} on this rank")
     array.owner, array.device = a, device
     array.data = <char *><uintptr_t>a.data.ptr
     array.shape[0] = array.shape[1] = 1
