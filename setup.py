@@ -80,6 +80,12 @@ class BuildExt(build_ext):
         self.write_record()
         super().run()
 
+    def build_extensions(self) -> None:
+        # A python may bring its own folder as a run path: no path of this machine belongs into what is shipped.
+        linker = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath,/")]
+        self.compiler.set_executables(linker_so=linker)
+        super().build_extensions()
+
     def cythonize(self) -> None:
         from Cython.Build import cythonize
         from Cython.Compiler.Version import version

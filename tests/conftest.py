@@ -157,7 +157,8 @@ def backend(request: pytest.FixtureRequest) -> str:
 def make_buffer(comm: Any, backend: str, failed: Callable[[], bool]) -> Iterator[Callable[..., Any]]:
     """A function `make_buffer(comm=..., **options)` that builds an `epcy.Buffer` for this test.
 
-    Small sizes are filled in, and its GPU becomes the current one: tests make arrays there. The Buffers are freed after the test, last made first, unless a rank failed.
+    Small sizes are filled in, and its GPU becomes the current one: tests make arrays there. The Buffers are freed
+    after the test, last made first, unless a rank failed.
     """
     import epcy
 

@@ -75,10 +75,31 @@ def test_the_library_needs_one_library_of_nvidia():
     assert {name for name in needed if not re.fullmatch(system, name)} == {"libnvshmem_host.so.3"}
 
 
+@built
+def test_no_module_has_a_path_of_the_machine_that_built_it():
+    if shutil.which("readelf") is None:
+        pytest.skip("no readelf")
+    modules = [*map(str, PACKAGE.rglob("*.so"))]
+    done = subprocess.run(["readelf", "-d", *modules], capture_output=True, text=True, check=True)
+    found = re.findall(r"(?:RPATH|RUNPATH).*\[(.*)\]", done.stdout)
+    assert found
+    assert [path for path in ":".join(found).split(":") if not path.startswith("$ORIGIN")] == []
+
+
 def reason(program):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+@built
+def test_the_run_path_finds_nvshmem_without_pathfinder():
+    home = PACKAGE.parent / "nvidia/nvshmem/lib/libnvshmem_host.so.3"
+    if not home.exists():
+        pytest.skip("NVSHMEM's wheel is not beside epcy")
+    program = "import sys; sys.modules['cuda.pathfinder'] = None\n"
+    program += f"sys.path.insert(0, {str(PACKAGE.parent)!r}); from epcy import backends; backends.load_nvshmem()\n"
+    assert reason(program + "from epcy.backends import symmetric; print(symmetric.version()[0])") == "3"
 
 
 @built
