@@ -98,7 +98,9 @@ def test_the_run_path_finds_nvshmem_without_pathfinder():
     if not home.exists():
         pytest.skip("NVSHMEM's wheel is not beside epcy")
     program = "import sys; sys.modules['cuda.pathfinder'] = None\n"
-    program += f"sys.path.insert(0, {str(PACKAGE.parent)!r}); from epcy import backends; backends.load_nvshmem()\n"
+    program += (
+        f"sys.path.insert(0, {str(PACKAGE.parent)!r}); from epcy import backends; backends.load_nvshmem()\n"
+    )
     assert reason(program + "from epcy.backends import symmetric; print(symmetric.version()[0])") == "3"
 
 
