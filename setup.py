@@ -80,6 +80,12 @@ class BuildExt(build_ext):
         self.write_record()
         super().run()
 
+    def build_extensions(self) -> None:
+        # A python may bring its own folder as a run path: no path of this machine belongs into what is shipped.
+        linker = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath,/")]
+        self.compiler.set_executables(linker_so=linker)
+        super().build_extensions()
+
     def cythonize(self) -> None:
         from Cython.Build import cythonize
         from Cython.Compiler.Version import version
@@ -145,10 +151,11 @@ class BuildExt(build_ext):
             or not linked.exists()
             or linked.stat().st_mtime < max(o.stat().st_mtime for o in objects)
         ):
-            # nvcc does the device link itself; -cudart static is its default
-            link = [*base, "-shared", *map(str, objects), f"-L{nvshmem}/lib", "-lnvshmem_device"]
-            link += ["-l:libnvshmem_host.so.3", "-Xlinker=-rpath,$ORIGIN/../nvidia/nvshmem/lib"]
-            link += ["-Xlinker=--exclude-libs,libnvshmem_device.a:libcudart_static.a:libcudadevrt.a"]
+            # nvcc does the device link itself; -cudart static is its default. Kernels reach peers by plain
+            # pointers: of NVSHMEM only the host library is linked, from a folder that wheels share.
+            link = [*base, "-shared", *map(str, objects), f"-L{nvshmem}/lib", "-l:libnvshmem_host.so.3"]
+            link += ["-Xlinker=-rpath,$ORIGIN/../nvidia/nvshmem/lib"]
+            link += ["-Xlinker=--exclude-libs,libcudart_static.a:libcudadevrt.a"]
             part = temp / "part.so"
             self.spawn([*link, "-Xlinker=-soname,libepcy_cuda.so", "-o", str(part)])
             part.replace(linked)

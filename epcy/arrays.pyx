@@ -42,7 +42,9 @@ cdef struct DLManagedTensor:
 
 cdef enum:
     DL_CPU = 1
+    DL_CUDA = 2
     DL_CUDA_HOST = 3
+    DL_CUDA_MANAGED = 13
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {KIND_BF16: BFLOAT16, KIND_FP16: np.dtype(np.float16), KIND_FP32: np.dtype(np.float32),
@@ -114,14 +116,32 @@ cdef object from_dlpack(object obj, str name):
     return ndarray(shape, dtype, memory_at(<char *>t.data + t.byte_offset, nbytes, holder), 0, strides)
 
 
+cdef object without_torch_types(object obj, str name):
+    """What others can read of a torch tensor: e4m3 as its bytes, since not every version exports it by DLPack."""
+    if getattr(obj, "requires_grad", False) is True:
+        raise ArgumentError(f"{name}: expected a tensor that does not require a gradient, got one that does; pass its "
+                            "detach()")
+    if str(getattr(obj, "dtype", "")) == "torch.float8_e4m3fn":
+        import torch
+        return obj.view(torch.uint8)
+    return obj
+
+
+cdef object is_on_gpu(object obj):
+    """Whether an array's memory is a GPU's; None where it does not say. Torch's CUDA array interface may only raise."""
+    if hasattr(obj, "__dlpack_device__"):
+        return obj.__dlpack_device__()[0] in (DL_CUDA, DL_CUDA_MANAGED)
+    return True if hasattr(obj, "__cuda_array_interface__") else None
+
+
 cdef object as_ndarray(object obj, str name):
     if isinstance(obj, ndarray):
         return obj
-    if hasattr(obj, "__cuda_array_interface__"):
+    if is_on_gpu(obj):
         raise ArgumentError(f"{name}: expected an array in host memory on backend 'host', got one on a GPU "
                             f"({type(obj).__name__}); copy it to the host or use backend='nvshmem'")
     if hasattr(obj, "__dlpack__"):
-        return from_dlpack(obj, name)
+        return from_dlpack(without_torch_types(obj, name), name)
     if hasattr(obj, "__array_interface__") or hasattr(obj, "__array_struct__"):
         return np.asarray(obj)
     try:
@@ -167,7 +187,8 @@ cdef Array describe_cuda(object obj, str name, int device):
     if array.ndim > 2:
         raise ArgumentError(f"{name}: expected at most 2 dimensions, got shape {shape}")
     if a.device.id != device and a.size:
-        raise ArgumentError(f"{name}: expected an array on GPU {device}, got one on GPU {a.device.id}")
+        raise ArgumentError(f"{name}: expected an array on GPU {device}, the Buffer's, got one on GPU {a.device.id}; "
+                            f"copy it, or construct the Buffer with device={a.device.id} on this rank")
     array.owner, array.device = a, device
     array.data = <char *><uintptr_t>a.data.ptr
     array.shape[0] = array.shape[1] = 1
@@ -179,34 +200,41 @@ cdef Array describe_cuda(object obj, str name, int device):
     array.is_writable = True
     # The kernels load 16 bytes at a time.
     if <uintptr_t>array.data % 16 or array.ndim == 2 and not array.is_contiguous and array.strides[0] % 16:
-        return describe_cuda(a.copy(order="C"), name, device)
+        return describe_cuda(copy_of(a, device), name, device)
     return array
 
 
 cdef object as_cupy(object obj, str name, cupy):
     """A CuPy array over the memory of a torch tensor or another exporter."""
-    if "float8_e4m3fn" in str(getattr(obj, "dtype", "")) and hasattr(obj, "untyped_storage"):
-        import torch
-        obj = obj.view(torch.uint8)     # neither DLPack nor the CUDA array interface know it
-    if hasattr(obj, "__dlpack__") and not isinstance(obj, ndarray):
-        try:
-            return cupy.from_dlpack(obj)
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise ArgumentError(f"{name}: expected an array on a GPU on backend 'nvshmem', got {type(obj).__name__} "
-                                f"({error})") from None
-    if hasattr(obj, "__cuda_array_interface__"):
+    cdef object on_gpu = is_on_gpu(obj)
+    if not on_gpu:
+        where = "" if on_gpu is None else " in host memory"
+        raise ArgumentError(f"{name}: expected an array on a GPU (CuPy, DLPack or CUDA array interface) on backend "
+                            f"'nvshmem', got {type(obj).__name__}{where}; copy it there or use backend='host'")
+    if not hasattr(obj, "__dlpack__"):
         return cupy.asarray(obj)
-    raise ArgumentError(f"{name}: expected an array on a GPU (CuPy, DLPack or CUDA array interface) on backend "
-                        f"'nvshmem', got {type(obj).__name__}; copy it there or use backend='host'")
+    obj = without_torch_types(obj, name)
+    try:
+        return cupy.from_dlpack(obj)
+    except Exception as error:      # a dtype that CuPy does not know, a sparse tensor, ...
+        raise ArgumentError(f"{name}: expected an array that can be read, DLPack of {type(obj).__name__} raised "
+                            f"{type(error).__name__}: {error}") from None
+
+
+cdef object copy_of(object a, int device):
+    """A C-contiguous copy, on the GPU of the array whichever is the current one."""
+    if device < 0:
+        return np.array(a, order="C")
+    import cupy
+    with cupy.cuda.Device(device):
+        return a.copy(order="C")
 
 
 cdef Array contiguous(Array array):
     """The array itself, or a C-contiguous copy of it."""
     if array.is_contiguous:
         return array
-    if array.device >= 0:
-        return describe_cuda(array.owner.copy(order="C"), "", array.device)
-    return describe(np.ascontiguousarray(array.owner), "")
+    return copied(array)
 
 
 cdef bint overlap(Array array, char *begin, int64_t nbytes) noexcept:
@@ -226,7 +254,7 @@ cdef bint overlap(Array array, char *begin, int64_t nbytes) noexcept:
 
 cdef Array copied(Array array):
     """A C-contiguous copy."""
-    cdef object copy = array.owner.copy(order="C")
+    cdef object copy = copy_of(array.owner, array.device)
     return describe(copy, "") if array.device < 0 else describe_cuda(copy, "", array.device)
 
 
@@ -237,9 +265,9 @@ cdef Array with_rows(Array array):
     return contiguous(array)
 
 
-def rows_of(obj, str name):
-    """Look at a two-dimensional array, copied if it is not contiguous."""
-    cdef Array array = describe(obj, name)
+def rows_of(obj, str name, int device=-1):
+    """Look at a two-dimensional array in host memory or on a GPU, copied if it is not contiguous."""
+    cdef Array array = describe(obj, name) if device < 0 else describe_cuda(obj, name, device)
     if array.ndim != 2:
         raise ArgumentError(f"{name}: expected 2 dimensions, got shape {array.owner.shape}")
     return contiguous(array)

@@ -25,5 +25,6 @@ cdef class Checker:
     cdef Array lanes(self, obj, str name, int64_t num_rows, bint is_idx)
     cdef DispatchCall dispatch(self, x, topk_idx, topk_weights, handle, layout, expert_alignment, num_worst_tokens, out)
     cdef int dispatch_out(self, out, DispatchCall call) except -1
+    cdef object empty(self, int64_t num_rows, int64_t width, dtype)
     cdef Array apart(self, Array array, Array out)
     cdef CombineCall combine(self, x, handle, topk_weights, bias, out)

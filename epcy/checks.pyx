@@ -204,7 +204,7 @@ cdef class Checker:
             call.topk_weights = self.lanes(topk_weights, "topk_weights",
                                            checked.num_rows if rank_layout else num_tokens, False)
             if rank_layout:
-                call.out_weights = self.look(self.xp.empty((num_tokens, self.num_topk), np.float32), "out")
+                call.out_weights = self.look(self.empty(num_tokens, self.num_topk, np.float32), "out")
         if bias is not None:
             biases = bias if isinstance(bias, (tuple, list)) else (bias,)
             if not 1 <= len(biases) <= 2:
@@ -213,7 +213,7 @@ cdef class Checker:
             if len(biases) == 2:
                 call.bias1 = contiguous(self.rows(biases[1], "bias[1]", num_tokens, call.x.kind))
         if out is None:
-            out = self.xp.empty((num_tokens, self.hidden), DTYPES[call.x.kind])
+            out = self.empty(num_tokens, self.hidden, DTYPES[call.x.kind])
         elif not isinstance(out, self.xp.ndarray):
             raise self.wrong("out", f"an array of {self.xp.__name__}", type(out).__name__)
         call.out = self.rows(out, "out", num_tokens, call.x.kind)
@@ -223,6 +223,13 @@ cdef class Checker:
         if not rank_layout:
             call.topk_weights = self.apart(call.topk_weights, call.out)
         return call
+
+    cdef object empty(self, int64_t num_rows, int64_t width, dtype):
+        """A new array in the backend's memory, whichever GPU is the current one."""
+        if self.device < 0:
+            return self.xp.empty((num_rows, width), dtype)
+        with self.xp.cuda.Device(self.device):
+            return self.xp.empty((num_rows, width), dtype)
 
     cdef Array apart(self, Array array, Array out):
         """The array, or a copy where writing `out` would change what is still to be read; just over it is fine."""

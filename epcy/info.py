@@ -41,20 +41,24 @@ import json
 import cupy
 runtime = cupy.cuda.runtime
 gpus = []
-for i in range(runtime.getDeviceCount()):
+try:
+    count, why = runtime.getDeviceCount(), None
+except runtime.CUDARuntimeError as error:
+    count, why = 0, str(error)
+for i in range(count):
     p = runtime.getDeviceProperties(i)
     gpus.append({"name": p["name"].decode(), "memory_bytes": p["totalGlobalMem"],
                  "sms": p["multiProcessorCount"], "compute_capability": f"{p['major']}.{p['minor']}"})
 versions = {"driver": runtime.driverGetVersion(), "runtime": runtime.runtimeGetVersion()}
-print(json.dumps({"gpus": gpus, **versions}))
+print(json.dumps({"gpus": gpus, "why": why, **versions}))
 """
 
 NVSHMEM_PROBE = """
 import json
-from cuda.pathfinder import load_nvidia_dynamic_lib
-path = load_nvidia_dynamic_lib("nvshmem_host").abs_path  # the extension module links it
+from epcy import backends
+backends.load_nvshmem()
 import epcy.backends.nvshmem
-print(json.dumps({"path": path}))
+print(json.dumps({}))
 """
 
 IMPORT_PROBE = "import json, {module}; print(json.dumps(dict()))"
@@ -239,10 +243,12 @@ def _nvshmem(mpi: dict[str, Any], gpu: dict[str, Any]) -> dict[str, Any]:
         return _verdict("epcy.backends.nvshmem was not built: it needs nvcc and NVSHMEM at build time")
     if mpi["error"]:
         return _verdict(f"no MPI library ({mpi['error']})")
+    if importlib.util.find_spec("cupy") is None:
+        return _verdict("CuPy is not installed; pip install 'epcy[cuda]' brings it and NVSHMEM")
     if "error" in gpu:
         return _verdict(f"CuPy: {gpu['error']}")
     if not gpu["gpus"]:
-        return _verdict("no GPU is visible")
+        return _verdict("no GPU is visible" + (f" ({gpu['why']})" if gpu.get("why") else ""))
     return _verdict(_probe(NVSHMEM_PROBE).get("error"))
 
 

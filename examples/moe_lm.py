@@ -272,6 +272,8 @@ def main():
         dtype="float32",
         backend=args.backend,
     ) as buf:
+        if buf.xp is not np:
+            buf.xp.cuda.Device(buf.options["device"]).use()  # arrays are made on this rank's GPU
         bar = Bar(args.steps, f"train on {COMM.size} ranks", COMM.rank != 0)
         bar.say(
             f"{len(texts[0]):,} bytes to train on, {len(texts[1]):,} for validation; {SIZES.layers} layers of "

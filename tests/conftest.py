@@ -170,7 +170,8 @@ def gpu() -> None:
 def make_buffer(comm: Any, backend: str, failed: Callable[[], bool]) -> Iterator[Callable[..., Any]]:
     """A function `make_buffer(comm=..., **options)` that builds an `epcy.Buffer` for this test.
 
-    Small sizes are filled in. The Buffers are freed after the test, last made first, unless a rank failed.
+    Small sizes are filled in, and its GPU becomes the current one: tests make arrays there. The Buffers are freed
+    after the test, last made first, unless a rank failed.
     """
     import epcy
 
@@ -180,6 +181,8 @@ def make_buffer(comm: Any, backend: str, failed: Callable[[], bool]) -> Iterator
         sizes = {"num_max_tokens_per_rank": 16, "hidden": 512, "num_experts": 4 * comm.size, "num_topk": 2}
         buffer = epcy.Buffer(comm, **{**sizes, "backend": backend, **options})
         made.append(buffer)
+        if buffer.backend == "nvshmem":
+            buffer.xp.cuda.Device(buffer.options["device"]).use()
         return buffer
 
     yield make

@@ -13,7 +13,8 @@ __all__ = ["find", "load_nvshmem"]
 def load_nvshmem() -> None:
     """Load NVSHMEM's host library, so that the extension modules that need it find it.
 
-    Local, blocking. A wheel keeps the library in a folder that the loader does not search by itself.
+    Local, blocking. A wheel keeps the library in a folder that the loader does not search by itself. Where neither way
+    finds it, the run path of libepcy_cuda.so may, or the import that follows says what is missing.
     """
     import ctypes
 
@@ -22,7 +23,8 @@ def load_nvshmem() -> None:
 
         load_nvidia_dynamic_lib("nvshmem_host")
         return
-    ctypes.CDLL("libnvshmem_host.so.3", ctypes.RTLD_GLOBAL)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libnvshmem_host.so.3", ctypes.RTLD_GLOBAL)
 
 
 def _find_nvshmem() -> tuple[str, Any, Any]:

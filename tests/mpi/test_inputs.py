@@ -224,3 +224,41 @@ def test_one_row_for_all_tokens(comm, make_buffer):
     got = to_host(r.recv_x).astype(np.float32)
     if comm.rank == 0:
         assert np.array_equal(got[:, 3], np.repeat(np.arange(comm.size), 8))
+
+
+def as_torch(torch, a):
+    """The array, or each of a pair, as a torch tensor over the same memory."""
+    if isinstance(a, tuple):
+        return as_torch(torch, a[0]).view(torch.float8_e4m3fn), as_torch(torch, a[1])
+    return (
+        torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+        if a.dtype == BFLOAT16
+        else torch.from_numpy(a)
+    )
+
+
+@pytest.mark.host_only("tensors on a GPU: tests/gpu/test_torch.py")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "fp8"])
+@pytest.mark.parametrize("ids", [np.int32, np.int64])
+def test_torch_tensors(comm, make_buffer, dtype, ids):
+    torch = pytest.importorskip("torch")
+    buf = make_buffer()
+    sent, want, routing = sent_and_wanted(comm, dtype, "rank")
+    x, idx, weights = (as_torch(torch, a) for a in (sent.xs[comm.rank], sent.idxs[comm.rank].astype(ids),
+                                                    sent.weights[comm.rank]))  # fmt: skip
+    r = buf.dispatch(x, idx, weights)
+    assert_bits(r.recv_x, want.recv_x, "recv_x")
+    assert_bits(r.recv_topk_idx, want.recv_topk_idx, "recv_topk_idx")
+    assert_bits(r.recv_topk_weights, want.recv_topk_weights, "recv_topk_weights")
+    columns = tuple(part.T.contiguous().T for part in x) if dtype == "fp8" else x.T.contiguous().T
+    assert_bits(buf.dispatch(columns, handle=r.handle).recv_x, want.recv_x, "recv_x of strided tensors")
+    if dtype != "fp8":
+        ys = [np.ones((routing.num_rows(rank), 512), sent.xs[0].dtype) for rank in range(comm.size)]
+        summed, _ = reference.combine(ys, routing)[comm.rank]
+        y = as_torch(torch, ys[comm.rank])
+        assert_bits(buf.combine(y, r.handle).combined_x, summed, "combined_x")
+        for wrong in (x.clone().requires_grad_(), x.to(torch.float64)):
+            error = raised(lambda wrong=wrong: buf.dispatch(wrong, idx))
+            assert type(error) is epcy.ArgumentError and str(error).startswith("x: "), error
+            assert f"rank {comm.rank}" in str(error) and (not wrong.requires_grad or "detach()" in str(error))
+    assert_bits(buf.dispatch(x, idx).recv_x, want.recv_x, "recv_x")

@@ -115,6 +115,7 @@ def test_nvshmem_is_pinned_alike_for_build_and_run():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     assert backend.NVSHMEM in config["options.extras_require"]["cuda"].splitlines()
+    assert f"\nNVSHMEM := {backend.NVSHMEM}\n" in (ROOT / "Makefile").read_text()
 
 
 def test_import_starts_nothing():
