@@ -37,6 +37,7 @@ cdef class CudaHandle(Handle):
     cdef object offsets                 # likewise; None in the rank layout
     cdef NvshmemBackend backend         # None once the Buffer is freed
     cdef int rank
+    cdef int64_t own_base, own_count    # this rank's own rows among those that came; count -1: only the GPU knows
     cdef object counts                  # list of L, where the host knows them
     cdef CudaEvent event
 

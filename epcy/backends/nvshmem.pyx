@@ -247,7 +247,7 @@ cdef class NvshmemBackend(Backend):
         cdef char *p
         h.buffer_token, h.layout, h.num_tokens = self.token, call.layout, T
         h.expert_alignment, h.num_worst_tokens = call.expert_alignment, call.num_worst_tokens
-        h.epoch, h.backend, h.rank = self.num_calls, self, self.rank
+        h.epoch, h.backend, h.rank, h.own_count = self.num_calls, self, self.rank, -1
         lanes = T * self.shape.num_topk
         if by_expert:
             num_fans = R * self.shape.num_max_tokens * self.shape.num_topk
@@ -330,6 +330,7 @@ cdef class NvshmemBackend(Backend):
             if waits:
                 self.wait_report(d.peers.ticket, 0, self.num_ranks, handle.experts.size, "dispatch")
                 handle.num_rows = <uint32_t>self.mapped.report.num_rows
+                handle.own_base, handle.own_count = self.mapped.report.own_base, self.mapped.report.own_count
                 handle.counts = [<uint32_t>experts[i] for i in range(handle.experts.size)]
             elif uncached:
                 handle.num_rows = call.num_worst_tokens
@@ -356,7 +357,7 @@ cdef class NvshmemBackend(Backend):
         cdef bint capturing = False, by_expert = handle.layout == "expert"
         cdef uintptr_t stream
         cdef int previous = 0
-        cdef int64_t row_bytes = call.x.shape[1] * call.x.item_bytes(), stride
+        cdef int64_t row_bytes = call.x.shape[1] * call.x.item_bytes(), stride, after
         cdef char *area = NULL
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
@@ -367,7 +368,17 @@ cdef class NvshmemBackend(Backend):
             if call.x_offset < 0 and not by_expert:
                 call.x_offset = self.heap_layout.combine[call.area] + self.area.payload
                 stride = row_bytes if call.x.is_contiguous else call.x.strides[0]
-                if (<uintptr_t>call.x.data | <uintptr_t>stride) % 16 == 0:      # other ranks' rows alone
+                if (<uintptr_t>call.x.data | <uintptr_t>stride) % 16:
+                    check(epcy_cuda_stage(area + self.area.payload, call.x.data, call.x.shape[0], row_bytes, stride,
+                                          <void *>stream), "staging x")
+                elif handle.own_count >= 0:         # other ranks' rows alone, by the copy engine
+                    c.own_rows, c.own_stride_bytes = call.x.data, stride
+                    after = handle.own_base + handle.own_count
+                    check(epcy_cuda_stage(area + self.area.payload, call.x.data, handle.own_base, row_bytes, stride,
+                                          <void *>stream), "staging x")
+                    check(epcy_cuda_stage(area + self.area.payload + after * row_bytes, call.x.data + after * stride,
+                                          call.x.shape[0] - after, row_bytes, stride, <void *>stream), "staging x")
+                else:                               # the same where the host does not know which those are
                     memset(&g, 0, sizeof(g))
                     g.src, g.to, g.num_recv = call.x.data, area + self.area.payload, handle.routing.num_recv
                     g.own_base = handle.routing.chunk_base + self.rank * EPCY_MAX_CHUNKS
@@ -375,9 +386,6 @@ cdef class NvshmemBackend(Backend):
                     g.num_rows, g.row_bytes, g.stride_bytes = call.x.shape[0], row_bytes, stride
                     check(epcy_cuda_launch_staging(&g, self.combine_blocks, <void *>stream), "staging x")
                     c.own_rows, c.own_stride_bytes = call.x.data, stride
-                else:
-                    check(epcy_cuda_stage(area + self.area.payload, call.x.data, call.x.shape[0], row_bytes, stride,
-                                          <void *>stream), "staging x")
             if call.out_weights is not None and call.weights_offset < 0:
                 call.weights_offset = self.heap_layout.combine[call.area] + self.area.topk_weights
                 check(epcy_cuda_stage(area + self.area.topk_weights, call.topk_weights.data, call.topk_weights.shape[0],

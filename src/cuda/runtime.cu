@@ -58,6 +58,8 @@ int epcy_cuda_put(void *device, const void *host, int64_t bytes) {
 
 int epcy_cuda_stage(void *to, const void *from, int64_t rows, int64_t row_bytes, int64_t stride_bytes, void *stream) {
   if (rows == 0) return 0;
+  if (stride_bytes == row_bytes)
+    return cudaMemcpyAsync(to, from, (size_t)(rows * row_bytes), cudaMemcpyDeviceToDevice, (cudaStream_t)stream);
   return cudaMemcpy2DAsync(to, (size_t)row_bytes, from, (size_t)stride_bytes, (size_t)row_bytes, (size_t)rows,
                            cudaMemcpyDeviceToDevice, (cudaStream_t)stream);
 }
