@@ -2,9 +2,9 @@
 
 A run on a GPU, all on the current stream:
 
-    load data | write 256 MB (L2 is full of dirty lines) | barrier of all ranks | spin 100 us | event | calls | event
+    barrier | load data | write 256 MB (L2 is full of dirty lines) | barrier | spin 100 us | event | calls | event
 
-The barrier is a kernel, so ranks begin within a few microseconds of each other whatever their hosts do, and the spin
+A barrier is a kernel, so ranks begin within a few microseconds of each other whatever their hosts do, and the spin
 hides the launch of the calls. Low latency leaves the flush out, and eager low latency the spin too: there the host's
 part of a call counts.
 """
@@ -20,6 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 import epcy
+from epcy.bench import draws
 from epcy.bench.measure import Array, Times, summarize
 
 FLUSH_BYTES = 256 * 2**20
@@ -63,7 +64,11 @@ class HostClock:
     def open(self, work: Any) -> None:
         """Get a work ready. Collective, blocking."""
         work.open(None)
-        prime(work)
+        prime(self, work)
+
+    def settle(self) -> None:
+        """Let every rank's earlier calls end before data are loaded: others may read this rank's memory. Collective."""
+        self.buf.barrier()
 
     def run(self, work: Any) -> Run:
         """Time a work's calls once. Collective, blocking."""
@@ -89,8 +94,12 @@ class EventClock:
     def open(self, work: Any) -> None:
         """Get a work ready. Collective, blocking."""
         work.open(None)
-        prime(work)
+        prime(self, work)
         self.stream.synchronize()
+
+    def settle(self) -> None:
+        """Let every rank's earlier calls end before data are loaded. Collective, stream-ordered."""
+        self.buf._align(self.stream)
 
     def launch(self, work: Any) -> None:
         work.issue()
@@ -98,7 +107,9 @@ class EventClock:
     def run(self, work: Any) -> Run:
         """Time a work's calls once. Collective, blocking."""
         if self.dirt.nbytes:
-            self.cupy.cuda.runtime.memsetAsync(self.dirt.data.ptr, 0x5A, self.dirt.nbytes, self.stream.ptr)
+            self.cupy.cuda.runtime.memsetAsync(
+                draws.address_of(self.dirt), 0x5A, self.dirt.nbytes, self.stream.ptr
+            )
         self.buf._align(self.stream)
         if self.spin is not None:
             self.spin((1,), (1,), (np.uint64(SPIN_US * 1000),))
@@ -137,7 +148,7 @@ class GraphClock(EventClock):
 
     def open(self, work: Any) -> None:
         work.open(self.capture)
-        prime(work)  # eagerly: memory pools are warm then
+        prime(self, work)  # eagerly: memory pools are warm then
         self.stream.synchronize()
 
         def issue() -> None:
@@ -154,9 +165,10 @@ class GraphClock(EventClock):
         """Results stay where the capture put them."""
 
 
-def prime(work: Any) -> None:
+def prime(clock: HostClock | EventClock, work: Any) -> None:
     """Make the calls twice, untimed: both areas that they take in turn are known then."""
     for _ in range(2):
+        clock.settle()
         work.load(0)
         work.issue()
         work.collect()
@@ -173,6 +185,7 @@ def time_work(
     gc.disable()
     try:
         for index in range(-warmup, runs):
+            clock.settle()
             work.load(index % work.num_generations)
             run = clock.run(work)
             if check:

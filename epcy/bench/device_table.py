@@ -5,7 +5,7 @@ from __future__ import annotations
 from epcy.bench.table import Row
 
 _COLUMNS = (  # heading, unit, width; the first is on the left
-    ("case", "", 46),
+    ("case", "", 50),
     ("tokens", "a rank", 7),
     ("SMs", "", 4),
     ("wire", "bytes", 10),
@@ -20,6 +20,7 @@ _COLUMNS = (  # heading, unit, width; the first is on the left
     ("#wrong", "rows", 6),
 )
 _BASELINE = (9, 7, 6)  # widths of a baseline's columns
+_SHORT = {"nccl-alltoall": "nccl a2a"}
 
 
 def heading(baselines: tuple[str, ...]) -> str:
@@ -27,8 +28,11 @@ def heading(baselines: tuple[str, ...]) -> str:
     names = [f"{_COLUMNS[0][0]:<{_COLUMNS[0][2]}}", *(f"{name:>{width}}" for name, _, width in _COLUMNS[1:])]
     units = [" " * _COLUMNS[0][2], *(f"{unit:>{width}}" for _, unit, width in _COLUMNS[1:])]
     for name in baselines:
-        for widths, words in ((names, (name, "faster", "#wrong")), (units, ("us", "x", "rows"))):
-            widths += [f"{word[-width:]:>{width}}" for word, width in zip(words, _BASELINE, strict=True)]
+        for widths, words in (
+            (names, (_SHORT.get(name, name), "faster", "#wrong")),
+            (units, ("us", "x", "rows")),
+        ):
+            widths += [f"{word:>{width}}" for word, width in zip(words, _BASELINE, strict=True)]
     return "".join(f"# {' '.join(line)}\n" for line in (names, units))
 
 

@@ -107,3 +107,8 @@ def differ(xp: Any, got: Any, expected: Any) -> Any:
     if got.size == 0:
         return xp.zeros(len(got), np.bool_)
     return (words(xp, got) != words(xp, expected)).any(axis=1)
+
+
+def address_of(array: Any) -> int:
+    """Return where an array of NumPy or CuPy lies."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

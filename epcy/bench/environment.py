@@ -41,12 +41,12 @@ def describe_devices(comm: MPI.Intracomm, device: int) -> dict[str, Any]:
     runtime = cupy.cuda.runtime
     properties = runtime.getDeviceProperties(device)
     name, num_sms = properties["name"].decode(), int(properties["multiProcessorCount"])
-    # By number too: ranks may share a GPU, and then times say nothing.
-    gpus = comm.allgather((name, num_sms, device))
+    # By its place in the machine too: ranks may share a GPU, and then times say nothing.
+    gpus = comm.allgather((name, num_sms, str(cupy.cuda.Device(device).pci_bus_id)))
     return {
         "devices": [one for one, _, _ in gpus],
         "device_sms": [sms for _, sms, _ in gpus],
-        "ranks_share_a_device": len({number for _, _, number in gpus}) < comm.size,
+        "ranks_share_a_device": len({place for _, _, place in gpus}) < comm.size,
         "driver": driver(),
         "cuda_driver": cuda_version(runtime.driverGetVersion()),
         "cuda_runtime": cuda_version(runtime.runtimeGetVersion()),

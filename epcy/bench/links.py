@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import epcy
 from epcy.bench.clocks import SPIN, SPIN_US
-from epcy.bench.draws import BFLOAT16
+from epcy.bench.draws import BFLOAT16, address_of
 
 NUM_ROWS, ROW_BYTES, STAGES, SMS, RUNS = 4096, 16384, 8, 24, 20
 
@@ -91,12 +91,12 @@ def _measure(comm: MPI.Intracomm, buf: epcy.Buffer, cupy: Any) -> dict[str, floa
     peer = (comm.rank + 1) % comm.size
     rows = cupy.zeros((NUM_ROWS, ROW_BYTES // 2), BFLOAT16)
     area = buf.dispatch(rows, cupy.full((NUM_ROWS, 1), peer, np.int64)).recv_x
-    far = buf._peer_address(peer) + area.data.ptr - buf._peer_address(buf.rank)
+    far = buf._peer_address(peer) + address_of(area) - buf._peer_address(buf.rank)
     stream = cupy.cuda.get_current_stream()
     runtime = cupy.cuda.runtime
 
     def copy() -> None:
-        runtime.memcpyAsync(far, rows.data.ptr, rows.nbytes, runtime.memcpyDefault, stream.ptr)
+        runtime.memcpyAsync(far, address_of(rows), rows.nbytes, runtime.memcpyDefault, stream.ptr)
 
     names = {"copy": copy}
     if int(cupy.cuda.Device().compute_capability) >= 90:

@@ -14,6 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from epcy.bench.datasets import DataSet
+from epcy.bench.draws import address_of
 from epcy.bench.measure import Array
 
 
@@ -31,7 +32,7 @@ class Nccl:
         import cupy
 
         stream = cupy.cuda.get_current_stream().ptr
-        out, into, uint8 = sent.data.ptr, received.data.ptr, self.library.NCCL_UINT8
+        out, into, uint8 = address_of(sent), address_of(received), self.library.NCCL_UINT8
         self.library.groupStart()
         for peer, (num_out, num_in) in enumerate(zip(send_bytes.tolist(), recv_bytes.tolist(), strict=True)):
             if num_out:

@@ -100,7 +100,7 @@ class _WithOutput(Dispatch):
         """Return memory for the output of the experts that work for `handle`, in the shape that combine takes."""
         if self.from_heap:
             area = self.calls.output(handle)
-            self.areas[address_of(area)] = area
+            self.areas[draws.address_of(area)] = area
             return area
         shape = self.calls.output_shape(handle)
         rows = math.prod(shape[:-1])
@@ -227,8 +227,3 @@ def wrong_rows(xp: Any, got: Received, expected: Received) -> int:
     elif got.counts is not None:
         miscounted += int(int(got.counts) != num_rows)
     return int(wrong.sum()) + miscounted
-
-
-def address_of(array: Any) -> int:
-    """Return where an array of NumPy or CuPy lies."""
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

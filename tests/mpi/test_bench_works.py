@@ -42,7 +42,7 @@ class ReplayClock(HostClock):
 
     def open(self, work):
         work.open(Replay)
-        prime(work)
+        prime(self, work)
 
         def issue():
             work.issue()
@@ -101,10 +101,9 @@ def test_a_wrong_bit_is_seen(comm, make_buffer, case, num_slots):
     buf = make_buffer(num_max_tokens_per_rank=11, hidden=272, num_topk=3, num_experts=4 * comm.size)
     given = Arguments(hidden=272, topk=3, experts=4 * comm.size)
     sets = draw_sets(setting_of(comm, np, given), 5, 2, 1 if case == "combine" else num_slots, False)
-    work = WORKS[case](
-        HighThroughput(buf, "rank", 1, 0), sets, num_calls=1 if case == "combine" else num_slots, from_heap=case == "combine",
-        gives_back=case == "roundtrip",
-    )  # fmt: skip
+    num_calls = 1 if case == "combine" else num_slots
+    where = {"from_heap": case == "combine", "gives_back": case == "roundtrip"}
+    work = WORKS[case](HighThroughput(buf, "rank", 1, 0), sets, num_calls=num_calls, **where)
     measured = time_work(comm, HostClock(buf), work, runs=3, warmup=1, check=True)
     assert measured.wrong == 0
     assert work.wrong() == 0
