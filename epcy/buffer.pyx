@@ -431,6 +431,10 @@ cdef class Buffer:
         self._busy = False
         return self._backend.peer_address(rank)
 
+    def _num_blocks(self, op, layout):
+        """How many multiprocessors a dispatch or combine takes. Local, does not block."""
+        return self._backend.num_blocks(op, layout)
+
     # ---- life -----------------------------------------------------------------------------------------------
 
     def reset(self):

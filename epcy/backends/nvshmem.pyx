@@ -179,6 +179,14 @@ cdef class NvshmemBackend(Backend):
             (self.dispatch_peer_blocks, self.dispatch_own_blocks, self.expert_own_blocks, self.expert_copy_blocks,
              self.combine_blocks, self.combine_expert_blocks) = map(int, dev.split(","))
 
+    def num_blocks(self, str op, str layout):
+        """How many blocks, each with a multiprocessor of its own, a "dispatch" or "combine" takes."""
+        by_expert = layout == "expert"
+        if op == "combine":
+            return self.combine_expert_blocks if by_expert else self.combine_blocks
+        senders = self.dispatch_peer_blocks * (self.num_ranks - 1) + self.dispatch_own_blocks
+        return senders + (self.dispatch_copy_blocks if by_expert else 0)
+
     cdef object view(self, int64_t offset, tuple shape, dtype, owner):
         cupy = self.xp
         nbytes = int(np.prod(shape)) * dtype.itemsize

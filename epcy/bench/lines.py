@@ -107,7 +107,7 @@ class Bench:
             routing=os.path.basename(given.routing),
             cached=given.cached,
             graph=given.graph,
-            num_sms=buf.num_sms,
+            num_sms=self._num_sms(buf, given, case),
             runs=given.runs,
             wrong=measured.wrong,
             expert_alignment=given.expert_alignment if given.layout == "expert" else None,
@@ -118,6 +118,16 @@ class Bench:
             num_late=measured.num_late,
             **beside,
             **figures(measured, count_bytes(case, sets), self.peer_copy_gbps, given.floor_gbps),
+        )
+
+    def _num_sms(self, buf: epcy.Buffer, given: Arguments, case: str) -> int | None:
+        """Return the SMs that a case takes, the most of its operations; None for low latency, which takes what fits."""
+        if self.backend == "host":
+            return buf.num_sms
+        if given.mode == "ll":
+            return given.num_sms
+        return max(
+            buf._num_blocks(op, given.layout) for op in ("dispatch", "combine") if case in (op, "roundtrip")
         )
 
     def _clock(self, buf: epcy.Buffer, given: Arguments, hidden: bool) -> HostClock | EventClock:
