@@ -184,8 +184,8 @@ cdef class NvshmemBackend(Backend):
         by_expert = layout == "expert"
         if op == "combine":
             return self.combine_expert_blocks if by_expert else self.combine_blocks
-        senders = self.dispatch_peer_blocks * (self.num_ranks - 1) + self.dispatch_own_blocks
-        return senders + (self.dispatch_copy_blocks if by_expert else 0)
+        own = self.expert_own_blocks + self.expert_copy_blocks if by_expert else self.dispatch_own_blocks
+        return self.dispatch_peer_blocks * (self.num_ranks - 1) + own
 
     cdef object view(self, int64_t offset, tuple shape, dtype, owner):
         cupy = self.xp
