@@ -77,8 +77,9 @@ test-wheel: wheel ## the wheel in an empty .venv of its own, as on a machine wit
 test-gpu: build ## the GPU tests on NP ranks with PYTHON and the mpiexec on PATH
 	EPCY_TEST_BACKENDS=$${EPCY_TEST_BACKENDS:-host,nvshmem} mpiexec -n $(NP) "$(PYTHON)" $(PYTEST) $(wildcard tests/gpu) tests/mpi $(ARGS)
 
-bench-gpu: build ## the bench on NP ranks with PYTHON, nvshmem backend
-	mpiexec -n $(NP) "$(PYTHON)" -m mpi4py -m epcy.bench dispatch combine roundtrip --backend nvshmem --baseline $(ARGS)
+bench-gpu: build ## every figure of benchmarks/README.md on NP GPUs with PYTHON, into benchmarks/gpu-NP-ranks-DATE.json
+	mpiexec -n $(NP) "$(PYTHON)" -m mpi4py -m epcy.bench --suite figures --backend nvshmem \
+	  --json "benchmarks/gpu-$(NP)-ranks-$$(date +%Y-%m-%d).json" $(ARGS)
 
 # ---- with .venv, made here on the first call ---------------------------------------------------------------
 

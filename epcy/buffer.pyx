@@ -415,6 +415,26 @@ cdef class Buffer:
             self.combine(r.recv_x, r.handle)
         self.barrier()
 
+    # ---- what epcy.bench alone calls, on the nvshmem backend ---------------------------------------------------
+
+    def _align(self, stream):
+        """Let what follows on a stream begin on all ranks at once. Collective, stream-ordered."""
+        self.enter("_align")
+        try:
+            self._backend.align(self._checker.stream_pointer(stream))
+        finally:
+            self._busy = False
+
+    def _peer_address(self, rank):
+        """Where a rank's symmetric memory starts, as this GPU reaches it. Local, does not block."""
+        self.enter("_peer_address")
+        self._busy = False
+        return self._backend.peer_address(rank)
+
+    def _num_blocks(self, op, layout):
+        """How many multiprocessors a dispatch or combine takes. Local, does not block."""
+        return self._backend.num_blocks(op, layout)
+
     # ---- life -----------------------------------------------------------------------------------------------
 
     def reset(self):

@@ -63,5 +63,6 @@ cdef class NvshmemBackend(Backend):
     cdef uintptr_t begin(self, Call call, bint *capturing) except? 0
     cdef CudaEvent end(self, Call call, uintptr_t stream, bint capturing, list keeps)
     cdef int wait_report(self, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, str op) except -1
+    cdef int launch_step(self, uint32_t header, bytes text, uint32_t ticket, uintptr_t stream) except -1
     cdef int settle(self, str op) except -1
     cdef object late_error(self)

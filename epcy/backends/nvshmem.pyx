@@ -179,11 +179,23 @@ cdef class NvshmemBackend(Backend):
             (self.dispatch_peer_blocks, self.dispatch_own_blocks, self.expert_own_blocks, self.expert_copy_blocks,
              self.combine_blocks, self.combine_expert_blocks) = map(int, dev.split(","))
 
+    def num_blocks(self, str op, str layout):
+        """How many blocks, each with a multiprocessor of its own, a "dispatch" or "combine" takes."""
+        by_expert = layout == "expert"
+        if op == "combine":
+            return self.combine_expert_blocks if by_expert else self.combine_blocks
+        own = self.expert_own_blocks + self.expert_copy_blocks if by_expert else self.dispatch_own_blocks
+        return self.dispatch_peer_blocks * (self.num_ranks - 1) + own
+
     cdef object view(self, int64_t offset, tuple shape, dtype, owner):
         cupy = self.xp
         nbytes = int(np.prod(shape)) * dtype.itemsize
         memory = cupy.cuda.UnownedMemory(<uintptr_t>(self.start + offset), nbytes, owner, self.device)
         return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+    def peer_address(self, int rank):
+        """Where a rank's memory starts, as this GPU reaches it."""
+        return <uintptr_t>self.peers.base[rank]
 
     # ---- streams --------------------------------------------------------------------------------------------
 
@@ -469,6 +481,13 @@ cdef class NvshmemBackend(Backend):
 
     def step(self, uint32_t header, bytes text, uint32_t ticket):
         """Launch a call that moves nothing, behind all others, on the Buffer's own stream."""
+        self.launch_step(header, text, ticket, self.own_stream)
+
+    def align(self, uintptr_t stream):
+        """Launch a barrier of all ranks on a stream; the host does not wait."""
+        self.launch_step(OP_BARRIER, None, 0, stream)
+
+    cdef int launch_step(self, uint32_t header, bytes text, uint32_t ticket, uintptr_t stream) except -1:
         cdef epcy_peers peers = self.peers
         cdef int previous = 0
         cdef const char *c_text = NULL
@@ -478,14 +497,15 @@ cdef class NvshmemBackend(Backend):
             c_text = text
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            if self.last is not None and self.last_stream != self.own_stream:
-                check(epcy_cuda_event_wait(self.last.event, <void *>self.own_stream), "cudaStreamWaitEvent")
+            if self.last is not None and self.last_stream != stream:
+                check(epcy_cuda_event_wait(self.last.event, <void *>stream), "cudaStreamWaitEvent")
             peers.ticket = ticket
-            check(epcy_cuda_launch_step(&peers, header, c_text, <void *>self.own_stream), "launching a step")
-            event.record(self.own_stream)
-            self.last, self.last_stream = event, self.own_stream
+            check(epcy_cuda_launch_step(&peers, header, c_text, <void *>stream), "launching a step")
+            event.record(stream)
+            self.last, self.last_stream = event, stream
         finally:
             epcy_cuda_set_device(previous, NULL)
+        return 0
 
     def refuse(self, int op, str text):
         """Take part in a call without data, so that the others learn why and stay in step."""

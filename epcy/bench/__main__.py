@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
 
 import epcy
+from epcy import backends
 from epcy.bench import arguments, cases, checking, environment, measure, table
 from epcy.bench.arguments import Arguments
 from epcy.bench.workload import BUFFER_DTYPES, Shape, draw_inputs
 
 BASELINE = "mpi4py Alltoallv"
+LOW_LATENCY = hasattr(epcy.Buffer, "low_latency_dispatch")
 
 
 def measure_line(
@@ -79,24 +81,33 @@ def make_buffer(comm: MPI.Intracomm, given: Arguments, shape: Shape) -> epcy.Buf
         num_experts=shape.num_experts,
         num_topk=shape.num_topk,
         dtype=BUFFER_DTYPES[shape.dtype],
-        backend=given.backend,
+        backend="host",
         num_sms=given.num_sms,
         num_max_recv_tokens=num_max_recv_tokens,
         preinitialize=True,
     )
 
 
-def refuse_what_is_missing(given: Arguments) -> None:
-    """Raise NotSupportedError for modes that no backend has yet."""
-    if given.mode == "ll":
+def refuse_what_is_missing(given: Arguments, backend: str) -> None:
+    """Raise NotSupportedError for what this build or this backend does not have."""
+    if given.mode == "ll" and not LOW_LATENCY:
         raise epcy.NotSupportedError("--mode ll: low-latency calls are not there yet; leave --mode out (ht)")
-    if given.graph:
+    if backend == "host" and (given.graph or given.suite):
+        option = "--graph" if given.graph else "--suite"
         raise epcy.NotSupportedError(
-            "--graph: CUDA graphs need the nvshmem backend, which is not there yet; leave --graph out"
+            f"{option}: CUDA graphs need the nvshmem backend, and this run is on host; leave {option} out"
         )
+    for name in given.baselines(backend):
+        if name not in arguments.BASELINES[backend]:
+            raise epcy.NotSupportedError(
+                f"--baseline: {name} is not for backend {backend}, "
+                f"which has {', '.join(arguments.BASELINES[backend])}"
+            )
+    if backend == "host" and given.mode == "ll" and given.baseline:
+        raise epcy.NotSupportedError("--baseline: none moves low-latency rows on host; leave --baseline out")
 
 
-def run(comm: MPI.Intracomm, given: Arguments, argv: Sequence[str]) -> int:
+def run(comm: MPI.Intracomm, given: Arguments, backend: str, argv: Sequence[str]) -> int:
     """Print the table, write the files; return 1 where a row was wrong. Collective, blocking."""
 
     def say(text: str) -> None:
@@ -104,6 +115,18 @@ def run(comm: MPI.Intracomm, given: Arguments, argv: Sequence[str]) -> int:
             sys.stdout.write(text)
             sys.stdout.flush()
 
+    if backend == "nvshmem" or given.mode == "ll":
+        from epcy.bench import device_run, suites
+
+        lines = suites.expand(given, comm.size)
+        return device_run.run(comm, given, lines, backend, argv, say)
+    return run_on_host(comm, given, argv, say)
+
+
+def run_on_host(
+    comm: MPI.Intracomm, given: Arguments, argv: Sequence[str], say: Callable[[str], None]
+) -> int:
+    """Measure high throughput on the host backend. Collective, blocking."""
     env = environment.describe(argv, comm.size)
     memcpy_gbps = measure.measure_memcpy(comm)
     say(
@@ -112,7 +135,7 @@ def run(comm: MPI.Intracomm, given: Arguments, argv: Sequence[str]) -> int:
         f"{given.routing} routing, {given.layout} layout{', cached' if given.cached else ''}\n"
         f"# memcpy by all ranks at once: {memcpy_gbps:.1f} GB/s a rank, bytes read and bytes written counted\n"
     )
-    say(table.heading(given.baseline))
+    say(table.heading(bool(given.baseline)))
     rows = []
     for case in given.cases:
         for num_tokens in given.sizes:
@@ -135,21 +158,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     comm = MPI.COMM_WORLD
     given: Arguments | None = None
-    status = 0
+    status, backend = 0, ""
     if comm.rank == 0:
         # Only here: one message instead of one a rank, and nobody leaves before it is written.
         try:
             given = arguments.parse(argv, comm.size)
-            refuse_what_is_missing(given)
+            backend = backends.find(given.backend)[0]
+            refuse_what_is_missing(given, backend)
         except SystemExit as exit_:
             given, status = None, int(exit_.code or 0)
-        except epcy.NotSupportedError as error:
-            sys.stderr.write(f"epcy.bench: NotSupportedError: {error}\n")
+        except (epcy.NotSupportedError, epcy.BackendUnavailableError) as error:
+            sys.stderr.write(f"epcy.bench: {type(error).__name__}: {error}\n")
             given, status = None, 2
         sys.stdout.flush()
         sys.stderr.flush()
-    given, status = comm.bcast((given, status))
-    return status if given is None else run(comm, given, argv)
+    given, backend, status = comm.bcast((given, backend, status))
+    return status if given is None else run(comm, given, backend, argv)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,16 @@ from pathlib import Path
 from epcy.bench.workload import DTYPES, ROUTINGS, load_routing
 
 CASES = ("dispatch", "combine", "roundtrip")
+BASELINES = {
+    "host": ("alltoallv",),
+    "nvshmem": ("cupy", "nccl-alltoall"),
+}  # the first is what --baseline means
+SUITES = ("figures",)
 
 EPILOG = """\
-times are of the Python call, the maximum over ranks; wire: GB/s of rows that leave for another rank, one for each
-(token, distinct rank); moved: GB/s of all rows, read once and written once, and its share of memcpy's rate;
-#wrong: rows that differ from epcy.reference on fresh data.
+times are the maximum over ranks, of the Python call on the host backend and between CUDA events on nvshmem; wire: GB/s
+of rows that leave for another rank, one for each (token, distinct rank); moved: GB/s of all rows, read once and
+written once, and its share of memcpy's rate; #wrong: rows that differ from epcy.reference on fresh data.
 example: mpiexec -n 2 python -m mpi4py -m epcy.bench roundtrip -b 8 -e 1024 -f 2 --baseline"""
 
 
@@ -37,13 +42,28 @@ class Arguments:
     graph: bool = False
     cached: bool = False
     layout: str = "rank"
+    expert_alignment: int = 1
+    combine_from: str = "heap"
+    reduction: str = "rank"
+    calls: int | None = None
+    floor_gbps: float | None = None
     num_sms: int | None = None
     routing: str = "random"
-    baseline: bool = False
+    baseline: tuple[str, ...] = ()  # "default": the backend's first
     check: bool = True
     seed: int = 0
     json: str | None = None
     plot: str | None = None
+    suite: str | None = None
+
+    @property
+    def num_calls(self) -> int:
+        """Return how many calls are timed together: those of a graph, or of low latency; else one."""
+        return self.calls or (20 if self.mode == "ll" else 5 if self.graph else 1)
+
+    def baselines(self, backend: str) -> tuple[str, ...]:
+        """Return the names of the baselines to time on a backend."""
+        return tuple(BASELINES[backend][0] if name == "default" else name for name in self.baseline)
 
     @property
     def sizes(self) -> list[int]:
@@ -59,6 +79,7 @@ def parse(argv: Sequence[str], num_ranks: int) -> Arguments:
     parser = _make_parser()
     values = vars(parser.parse_args(argv))
     values["cases"] = tuple(values["cases"])
+    values["baseline"] = tuple(filter(None, (values["baseline"] or "").split(",")))
     if values["max_tokens"] is None:
         values["max_tokens"] = max(values["min_tokens"], Arguments.max_tokens)
     given = Arguments(**values)
@@ -126,6 +147,43 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--graph", action="store_true", help="replay CUDA graphs")
     add("--cached", action="store_true", help="use a known routing again: dispatch(handle=...)")
     add("--layout", choices=("rank", "expert"), default=default.layout, help="rows of dispatch (%(default)s)")
+    add(
+        "--expert-alignment",
+        type=_positive,
+        default=default.expert_alignment,
+        metavar="N",
+        help="rows that groups of the expert layout are padded to a multiple of (%(default)s)",
+    )
+    add(
+        "--combine-from",
+        choices=("heap", "array"),
+        default=default.combine_from,
+        help="where the experts' output lies: in the library's memory (combine_input; roundtrip: recv_x as it came), "
+        "or in an array of the user's (%(default)s)",
+    )
+    add(
+        "--reduction",
+        choices=("rank", "source"),
+        default=default.reduction,
+        help="of combine in --mode ll (%(default)s)",
+    )
+    add(
+        "--calls",
+        type=_positive,
+        metavar="N",
+        help="calls timed together, in a graph or in --mode ll (20 there, 5 in a graph of ht)",
+    )
+    add(
+        "--floor-gbps",
+        type=float,
+        metavar="RATE",
+        help="rate of the floor column (nvshmem: what the copy engine does in this run)",
+    )
+    add(
+        "--suite",
+        choices=SUITES,
+        help="measure a set of lines that epcy/bench/suites.py names, instead of what the options say",
+    )
     add("--num-sms", type=_positive, metavar="N", help="SMs, or threads a rank on the host (epcy's choice)")
     add(
         "--routing",
@@ -135,8 +193,12 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--baseline",
-        action="store_true",
-        help="also time NumPy + MPI.Alltoallv, and print how many times faster epcy is",
+        nargs="?",
+        const="default",
+        metavar="NAMES",
+        help="also time, and print how many times faster epcy is than: alltoallv (NumPy and MPI; host), cupy (gather, "
+        "MPI counts, NCCL send/recv, scatter-add; nvshmem), nccl-alltoall (the bytes alone; nvshmem); several with "
+        "commas; without a name the first of the backend",
     )
     add("--no-check", dest="check", action="store_false", help="leave #wrong out")
     add("--seed", type=_natural, default=default.seed, help="of tokens and routings (%(default)s)")
@@ -158,8 +220,28 @@ def _refuse_misfits(parser: argparse.ArgumentParser, given: Arguments, num_ranks
         parser.error(f"argument --experts: {given.experts} is not a multiple of the {num_ranks} ranks")
     if given.topk > given.experts and given.routing in ("random", "skewed"):
         parser.error(f"argument --topk: {given.topk} distinct experts out of --experts {given.experts}")
-    if given.baseline and given.layout == "expert":
-        parser.error("argument --baseline: it moves rows in the rank layout; leave --layout expert out")
+    known = ("default", *(name for names in BASELINES.values() for name in names))
+    for baseline in given.baseline:
+        if baseline not in known:
+            parser.error(f"argument --baseline: {baseline!r} is none of {', '.join(known[1:])}")
+        if given.layout == "expert" and baseline != "nccl-alltoall":
+            parser.error("argument --baseline: it moves rows in the rank layout; leave --layout expert out")
+        if given.mode == "ll" and baseline == "cupy":
+            parser.error("argument --baseline: cupy waits for counts on the host; leave --mode ll out")
+    if (given.calls or 1) > 1 and given.mode == "ht" and not given.graph:
+        parser.error(
+            "argument --calls: eager calls of ht are timed one by one; give --graph, or leave --calls out"
+        )
+    if given.layout == "rank" and given.expert_alignment != 1:
+        parser.error(
+            "argument --expert-alignment: rows of the rank layout are not padded; give --layout expert"
+        )
+    if given.mode == "ll" and given.dtype not in ("bf16", "fp8"):
+        parser.error(f"argument --dtype: --mode ll is timed for bf16 and fp8, got {given.dtype}")
+    if given.mode == "ll" and (given.layout == "expert" or given.cached):
+        parser.error(
+            "argument --mode: ll has one layout and no cached routing; leave --layout and --cached out"
+        )
     for option, name in (("--json", given.json), ("--plot", given.plot)):
         if name is not None and not Path(name).absolute().parent.is_dir():
             parser.error(f"argument {option}: no folder to write {name!r} in")

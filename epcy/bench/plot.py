@@ -25,7 +25,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
             [row.floor_us for row in of_case],
             ":",
             color=f"C{index}",
-            label=f"{case}, memcpy of its bytes",
+            label=f"{case}, its bytes at the rate of a copy",
         )
         if of_case[0].baseline_us_p50 is not None:
             axes.plot(

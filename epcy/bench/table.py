@@ -12,8 +12,11 @@ from epcy.bench.measure import Bytes, Times
 class Row:
     """One line of the table and one object of the JSON file; times are the maximum over ranks.
 
-    ``*_gbps`` and ``gbps_*`` count bytes of one rank; ``peer_copy_gbps`` is, on the host backend, what memcpy does
-    while all ranks copy (read and written counted), and ``floor_us`` the time it would take for the bytes moved.
+    ``*_gbps`` and ``gbps_*`` count bytes of one rank. On the host backend ``peer_copy_gbps`` is what memcpy does while
+    all ranks copy (read and written counted), and ``floor_us`` the time it would take for the bytes moved. On nvshmem
+    ``peer_copy_gbps`` is what the copy engine does from one GPU to another while all else is idle, its share is that
+    of ``gbps_wire``, and ``floor_us`` the time that the wire's bytes take at ``floor_gbps``; all three are None on one
+    rank. Fields from ``expert_alignment`` on are of the nvshmem backend and of low latency.
     """
 
     case: str
@@ -39,22 +42,36 @@ class Row:
     bytes_moved: int
     gbps_moved: float
     wrong: int | None
-    peer_copy_gbps: float
-    peer_copy_share: float
-    floor_us: float
+    peer_copy_gbps: float | None
+    peer_copy_share: float | None
+    floor_us: float | None
     baseline: str | None = None
     baseline_us_min: float | None = None
     baseline_us_p50: float | None = None
     baseline_us_p99: float | None = None
     baseline_wrong: int | None = None
     speedup: float | None = None
+    expert_alignment: int | None = None
+    combine_from: str | None = None
+    reduction: str | None = None
+    calls: int = 1
+    floor_gbps: float | None = None
+    over_floor: float | None = None
+    host_us_p50: float | None = None
+    num_late: int | None = None
+    baselines: tuple[dict[str, Any], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return what the JSON file holds: microseconds and GB/s to four digits, nothing hidden by more."""
-        return {
-            name: float(f"{value:.4g}") if isinstance(value, float) else value
-            for name, value in asdict(self).items()
-        }
+        return {name: _shortened(value) for name, value in asdict(self).items()}
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _shortened(one) for name, one in value.items()}
+    if isinstance(value, tuple):
+        return [_shortened(one) for one in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def figures(times: Times, moved: Bytes, peer_copy_gbps: float) -> dict[str, Any]:
@@ -118,7 +135,7 @@ def line(row: Row) -> str:
         _short(row.us_p99),
         _short(row.gbps_wire),
         _short(row.gbps_moved),
-        f"{100 * row.peer_copy_share:.0f}",
+        "-" if row.peer_copy_share is None else f"{100 * row.peer_copy_share:.0f}",
         _count(row.wrong),
     ]
     if row.baseline is not None:

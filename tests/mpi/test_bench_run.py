@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from epcy.bench.__main__ import main
+from epcy.bench.__main__ import LOW_LATENCY, main
 
-SMALL = ["-b", "3", "-e", "12", "-f", "4", "-n", "3", "-w", "1", "--hidden", "256", "--topk", "2"]
+SMALL = ["-b", "3", "-e", "12", "-f", "4", "-n", "3", "-w", "1", "--hidden", "256", "--topk", "2",
+         "--backend", "host"]  # fmt: skip
 
 
 @pytest.fixture
@@ -58,7 +59,15 @@ def test_recorded_routing(comm, same, tmp_path, small):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [(["--mode", "ll"], "--mode ll:"), (["--graph"], "--graph:"), (["--hidden", "0"], "argument --hidden:")],
+    [
+        pytest.param(
+            ["--mode", "ll"], "--mode ll:", marks=pytest.mark.skipif(LOW_LATENCY, reason="they are there")
+        ),
+        (["--graph"], "--graph:"),
+        (["--suite", "figures"], "--suite:"),
+        (["--baseline", "cupy"], "--baseline:"),
+        (["--hidden", "0"], "argument --hidden:"),
+    ],
 )
 def test_refusals_reach_every_rank_once(comm, capsys, small, options, text):
     assert main([*small, *options]) == 2

@@ -1,0 +1,250 @@
+"""One line of the table on the nvshmem backend, or of low latency on any: its Buffer, data, works and clocks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import epcy
+from epcy.bench import table
+from epcy.bench.arguments import Arguments
+from epcy.bench.calls import Calls, HighThroughput, LowLatency
+from epcy.bench.clocks import EventClock, GraphClock, HostClock, Measured, time_work
+from epcy.bench.cupy_baseline import CupyExchange
+from epcy.bench.datasets import DataSet, Setting, draw_sets
+from epcy.bench.measure import Bytes
+from epcy.bench.nccl import AllToAll, Nccl
+from epcy.bench.workload import BUFFER_DTYPES, Shape
+from epcy.bench.works import WORKS
+
+
+class Bench:
+    """What the lines of a run share: the Buffer, which lines that need an equal one use again, NCCL and the links."""
+
+    def __init__(self, comm: MPI.Intracomm, backend: str) -> None:
+        self.comm, self.backend = comm, backend
+        self.buffer: Any = None
+        self.options: dict[str, Any] = {}
+        self.nccl: Nccl | None = None
+        self.peer_copy_gbps: float | None = None
+
+    def get_buffer(self, **options: Any) -> epcy.Buffer:
+        """Return a Buffer with these options. Collective, blocking."""
+        if self.buffer is None or options != self.options:
+            self.free_buffer()
+            self.buffer = epcy.Buffer(self.comm, backend=self.backend, preinitialize=True, **options)
+            self.options = options
+        assert isinstance(self.buffer, epcy.Buffer)  # noqa: S101  # for mypy
+        return self.buffer
+
+    def free_buffer(self) -> None:
+        """Free the Buffer. Collective, blocking."""
+        if self.buffer is not None:
+            self.buffer.free()
+            self.buffer = None
+
+    def close(self) -> None:
+        """Free what the lines shared. Collective, blocking."""
+        if self.nccl is not None:
+            self.nccl.free()
+        self.free_buffer()
+
+    def measure(self, given: Arguments, case: str, num_tokens: int) -> table.Row:
+        """Time and check one case at one size. Collective, blocking."""
+        shape = Shape(num_tokens, given.hidden, given.topk, given.experts, given.dtype)
+        buf = self.get_buffer(**buffer_options(given, shape, self.comm.size))
+        xp, is_ll = buf.xp, given.mode == "ll"
+        setting = Setting(
+            xp, shape, given.routing, given.mode, given.layout, given.expert_alignment, given.reduction,
+            self.comm.rank, self.comm.size,
+        )  # fmt: skip
+        turns = case != "combine" and (given.graph or is_ll)
+        sets = draw_sets(
+            setting,
+            given.seed,
+            num_generations=2 if turns else 3,
+            num_slots=3 if turns else 1,
+            fixed_routing=given.cached and case != "combine",
+        )
+        from_heap = given.combine_from == "heap"
+        calls: Calls
+        if is_ll:
+            calls = LowLatency(buf, given.dtype == "fp8", given.reduction, from_heap)
+        else:
+            worst = given.graph and not (given.cached and case != "combine")
+            calls = HighThroughput(
+                buf, given.layout, given.expert_alignment, buf.options["num_max_recv_tokens"] if worst else 0
+            )
+        gives_back = case == "roundtrip" and from_heap and not is_ll and given.dtype != "fp8"
+        work = WORKS[case](
+            calls,
+            sets,
+            num_calls=given.num_calls,
+            known=given.cached and case != "combine",
+            from_heap=from_heap and (is_ll or case == "combine"),
+            gives_back=gives_back,
+        )
+        waits = not is_ll and case != "combine" and not given.cached
+        clock = self._clock(buf, given, hidden=given.graph or not (is_ll or waits))
+        measured = time_work(self.comm, clock, work, given.runs, given.warmup, given.check)
+        buf.check()
+        beside = self._baselines(buf, given, case, sets, measured.times.us_p50)
+        in_array = not gives_back and not work.from_heap
+        return table.Row(
+            case=case,
+            mode=given.mode,
+            backend=self.backend,
+            ranks=self.comm.size,
+            tokens=num_tokens,
+            hidden=given.hidden,
+            topk=given.topk,
+            experts=given.experts,
+            dtype=given.dtype,
+            layout=given.layout,
+            routing=os.path.basename(given.routing),
+            cached=given.cached,
+            graph=given.graph,
+            num_sms=self._num_sms(buf, given, case),
+            runs=given.runs,
+            wrong=measured.wrong,
+            expert_alignment=given.expert_alignment if given.layout == "expert" else None,
+            combine_from=None if case == "dispatch" else "array" if in_array else "heap",
+            reduction=given.reduction if is_ll and case != "dispatch" else None,
+            calls=given.num_calls,
+            host_us_p50=measured.host_us_p50,
+            num_late=measured.num_late,
+            **beside,
+            **figures(measured, count_bytes(case, sets), self.peer_copy_gbps, given.floor_gbps),
+        )
+
+    def _num_sms(self, buf: epcy.Buffer, given: Arguments, case: str) -> int | None:
+        """Return the SMs that a case takes, the most of its operations; None for low latency, which takes what fits."""
+        if self.backend == "host":
+            return buf.num_sms
+        if given.mode == "ll":
+            return given.num_sms
+        return max(
+            buf._num_blocks(op, given.layout) for op in ("dispatch", "combine") if case in (op, "roundtrip")
+        )
+
+    def _clock(self, buf: epcy.Buffer, given: Arguments, hidden: bool) -> HostClock | EventClock:
+        if self.backend == "host":
+            return HostClock(buf)
+        kind = GraphClock if given.graph else EventClock
+        return kind(buf, flush=given.mode == "ht", spin=given.mode == "ht" or given.graph, hidden=hidden)
+
+    def _baselines(
+        self, buf: epcy.Buffer, given: Arguments, case: str, sets: list[list[DataSet]], epcy_us: float
+    ) -> dict[str, Any]:
+        found = []
+        for name in given.baselines(self.backend) if self.nccl is not None else ():
+            work: Any
+            shape, graph = sets[0][0].setting.shape, given.graph and name != "cupy"
+            if name == "nccl-alltoall":
+                row_bytes = [
+                    shape.row_bytes if case != "combine" else 0,
+                    shape.returned_row_bytes if case != "dispatch" else 0,
+                ]
+                work = AllToAll(self.nccl, buf.xp, sets[0][0], row_bytes, given.num_calls)
+            else:
+                exchange = CupyExchange(buf.xp, self.nccl, self.comm, given.experts, given.hidden)
+                work = WORKS[case](
+                    exchange,
+                    [of_generation[:1] for of_generation in sets],
+                    known=given.cached and case != "combine",
+                    gives_back=case == "roundtrip" and given.dtype != "fp8",
+                )
+            kind = GraphClock if graph else EventClock
+            spin = given.mode == "ht" or graph
+            clock = kind(buf, flush=given.mode == "ht", spin=spin, hidden=False)
+            measured = time_work(self.comm, clock, work, given.runs, given.warmup, given.check)
+            found.append(
+                {
+                    "name": name,
+                    "graph": graph,
+                    "us_min": measured.times.us_min,
+                    "us_p50": measured.times.us_p50,
+                    "us_p99": measured.times.us_p99,
+                    "wrong": measured.wrong if name == "cupy" else None,
+                    "speedup": measured.times.us_p50 / epcy_us,
+                }
+            )
+        if not found:
+            return {}
+        first = found[0]
+        return {
+            "baseline": first["name"],
+            **{f"baseline_{key}": first[key] for key in ("us_min", "us_p50", "us_p99", "wrong")},
+            "speedup": first["speedup"],
+            "baselines": tuple(found),
+        }
+
+
+def buffer_options(given: Arguments, shape: Shape, num_ranks: int) -> dict[str, Any]:
+    """Return the options of a line's Buffer, with room for whatever the routing sends."""
+    options = {
+        "num_max_tokens_per_rank": shape.num_tokens,
+        "hidden": shape.hidden,
+        "num_experts": shape.num_experts,
+        "num_topk": shape.num_topk,
+        "dtype": BUFFER_DTYPES[shape.dtype],
+        "num_sms": given.num_sms,
+        "num_max_recv_tokens": max(num_ranks * shape.num_tokens, 1),
+    }
+    if given.mode == "ll":
+        return options | {"low_latency_mode": True, "num_max_low_latency_tokens_per_rank": shape.num_tokens}
+    if given.layout == "expert":
+        local = shape.num_experts // num_ranks
+        lanes = min(shape.num_topk, local) if given.routing in ("random", "skewed") else shape.num_topk
+        rows = num_ranks * shape.num_tokens * lanes + local * (given.expert_alignment - 1)
+        options["num_max_recv_tokens"] = max(rows, 1)
+    return options
+
+
+def count_bytes(case: str, sets: list[list[DataSet]]) -> Bytes:
+    """Count the bytes that one call moves, a rank: the mean over ranks and over the drawings that are timed."""
+    setting = sets[0][0].setting
+    shape, ranks = setting.shape, range(setting.size)
+    by_lane = setting.mode == "ll" or setting.layout == "expert"
+    wire, moved = [], []
+    for data in (one for of_generation in sets for one in of_generation):
+        back_by_lane = setting.mode == "ll" and setting.reduction == "source"
+        there, back, all_rows = (
+            np.array([[data.rows_between(s, d, every_lane) for d in ranks] for s in ranks])
+            for every_lane in (False, back_by_lane, by_lane)
+        )
+        away = [int(rows.sum() - rows.trace()) for rows in (there, back)]
+        row_bytes = [
+            shape.row_bytes if case != "combine" else 0,
+            shape.returned_row_bytes if case != "dispatch" else 0,
+        ]
+        wire.append(sum(n * one for n, one in zip(away, row_bytes, strict=True)) / setting.size)
+        moved.append(2 * int(all_rows.sum()) * sum(row_bytes) / setting.size)
+    return Bytes(wire=float(np.mean(wire)), moved=float(np.mean(moved)))
+
+
+def figures(
+    measured: Measured, moved: Bytes, peer_copy_gbps: float | None, floor_gbps: float | None
+) -> dict[str, Any]:
+    """Return the fields of a row that are worked out from times, bytes and rates."""
+    times = measured.times
+    gbps_wire = moved.wire / times.us_p50 / 1e3
+    floor_gbps = floor_gbps or peer_copy_gbps
+    floor_us = moved.wire / floor_gbps / 1e3 if floor_gbps and moved.wire else None
+    return {
+        "us_min": times.us_min,
+        "us_p50": times.us_p50,
+        "us_p99": times.us_p99,
+        "bytes_wire": round(moved.wire),
+        "gbps_wire": gbps_wire,
+        "bytes_moved": round(moved.moved),
+        "gbps_moved": moved.moved / times.us_p50 / 1e3,
+        "peer_copy_gbps": peer_copy_gbps,
+        "peer_copy_share": gbps_wire / peer_copy_gbps if peer_copy_gbps else None,
+        "floor_gbps": floor_gbps,
+        "floor_us": floor_us,
+        "over_floor": times.us_p50 / floor_us if floor_us else None,
+    }
