@@ -226,8 +226,8 @@ cdef object copy_of(object a, int device):
     if device < 0:
         return np.array(a, order="C")
     import cupy
-    with cupy.cuda.Device(device):
-        return a.copy(order="C")
+    with cupy.cuda.Device(device):      # as whole numbers: CuPy's kernels make every NaN the same
+        return a.view(f"u{a.dtype.itemsize}").copy(order="C").view(a.dtype)
 
 
 cdef Array contiguous(Array array):

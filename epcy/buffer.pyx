@@ -228,7 +228,10 @@ cdef class Buffer:
             except BaseException as error:
                 self._backend.refuse(OP_DISPATCH, str(error) or type(error).__name__)
                 raise
-            return self._backend.dispatch(call)
+            result = self._backend.dispatch(call)
+            if handle is None and num_worst_tokens == 0:
+                self._raise_late()
+            return result
         finally:
             self._busy = False
 
@@ -363,6 +366,7 @@ cdef class Buffer:
         self.enter("barrier")
         try:
             self._backend.barrier()
+            self._raise_late()
         finally:
             self._busy = False
 
@@ -378,9 +382,7 @@ cdef class Buffer:
         self.enter("check")
         self._busy = False
         self._backend.wait_all()
-        error = self._backend.take_deferred()
-        if error is not None:
-            raise error
+        self._raise_late()
 
     def capture(self):
         """Mark this point of the current stream.
@@ -509,6 +511,12 @@ cdef class Buffer:
                                 "construct one on every rank")
 
     # ---- state ----------------------------------------------------------------------------------------------
+
+    def _raise_late(self):
+        """Raise what went wrong in an earlier call that did not wait; this one is over on all ranks."""
+        error = self._backend.take_deferred()
+        if error is not None:
+            raise error
 
     cdef int enter(self, str name) except -1:
         """Refuse a call that the Buffer's state does not allow; mark it busy."""

@@ -127,10 +127,8 @@ cdef class Backend:
                     raise ArgumentError(f"out: expected at least the {n} rows that came, got {len(arrays[i])} "
                                         f"(rank {self.rank}); give a larger array, or out=True")
                 arrays[i] = arrays[i][:n]
-                if view.dtype == np.uint8:      # e4m3 bytes, into an array of float8 too
-                    arrays[i].view(np.uint8)[...] = view
-                else:
-                    arrays[i][...] = view
+                bits = f"u{view.dtype.itemsize}"    # not as numbers: a NaN keeps its payload; e4m3 also goes into float8
+                arrays[i].view(bits)[...] = view.view(bits)
         r._recv_x = tuple(arrays) if len(arrays) > 1 else arrays[0]
         r._recv_topk_idx = r._recv_topk_idx.copy()
         if r._recv_topk_weights is not None:

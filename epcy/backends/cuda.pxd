@@ -33,14 +33,18 @@ cdef extern from "epcy/cuda.h" nogil:
         uint32_t epoch[256]
         uint32_t broken, blocks_met
 
+    ctypedef struct epcy_cuda_bad:
+        uint32_t epoch
+        int64_t token, lane, value
+
     ctypedef struct epcy_report:
         uint64_t num_rows
         uint32_t own_base, own_count
         uint64_t verdict[32]
         uint32_t expired, phase, peer, epoch
         uint64_t expected, seen
-        uint32_t bad_epoch
-        int64_t bad_token, bad_lane, bad_value
+        uint32_t operation
+        epcy_cuda_bad bad[32]
         uint32_t late_verdict, late_rank
         uint64_t late_rows, late_limit
         char *late_text
@@ -54,7 +58,7 @@ cdef extern from "epcy/cuda.h" nogil:
         int32_t rank
         epcy_report *report
         int64_t timeout_ns
-        uint32_t ticket
+        uint32_t ticket, operation
 
     ctypedef struct epcy_cuda_routing:
         int32_t *list

@@ -66,3 +66,4 @@ cdef class NvshmemBackend(Backend):
     cdef int launch_step(self, uint32_t header, bytes text, uint32_t ticket, uintptr_t stream) except -1
     cdef int settle(self, str op) except -1
     cdef object late_error(self)
+    cdef object late_ranks(self)

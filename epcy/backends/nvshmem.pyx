@@ -106,7 +106,7 @@ cdef class CudaHandle(Handle):
             if rows > self.num_worst_tokens:
                 raise verdicts.dropped(self.epoch, self.rank, rows, self.num_worst_tokens)
         if self.error is None and self.backend is not None:
-            self.error = self.backend.late_error()
+            self.error = self.backend.deferred = self.backend.late_error()
         if self.error is not None:
             raise self.error
 
@@ -153,7 +153,8 @@ cdef class NvshmemBackend(Backend):
             check(epcy_cuda_stream(<void **>&self.own_stream), "cudaStreamCreate")
             check(epcy_cuda_load(), "loading kernels")
             self.choose_blocks(options["num_sms"])
-            options["num_sms"] = self.dispatch_peer_blocks * (self.num_ranks - 1) + self.dispatch_own_blocks
+            options["num_sms"] = max(options["num_sms"] or self.combine_blocks, self.dispatch_peer_blocks * (
+                self.num_ranks - 1) + self.dispatch_own_blocks)
             self.pool, self.alive, self.captured = cupy.cuda.MemoryPool(), [], []
             self.open_areas(self.memory)
             bootstrap.exchange(comm, None, None, self.timeout, "Buffer()")  # every control region is zero now
@@ -173,11 +174,6 @@ cdef class NvshmemBackend(Backend):
         self.expert_copy_blocks = max(0, rest - self.expert_own_blocks)
         self.combine_blocks = num_sms or 24
         self.combine_expert_blocks = num_sms or 128
-        import os
-        dev = os.environ.get("EPCY_DEV")
-        if dev:
-            (self.dispatch_peer_blocks, self.dispatch_own_blocks, self.expert_own_blocks, self.expert_copy_blocks,
-             self.combine_blocks, self.combine_expert_blocks) = map(int, dev.split(","))
 
     def num_blocks(self, str op, str layout):
         """How many blocks, each with a multiprocessor of its own, a "dispatch" or "combine" takes."""
@@ -290,6 +286,7 @@ cdef class NvshmemBackend(Backend):
         cdef bint uncached = call.handle is None
         memset(d, 0, sizeof(epcy_cuda_dispatch))
         d.peers, d.routing = self.peers, handle.routing
+        d.peers.operation = OP_DISPATCH
         d.row_bytes = self.shape.hidden * call.x.item_bytes()
         d.x, d.num_tokens = call.x.data, <int32_t>call.x.shape[0]
         d.x_stride_bytes = d.row_bytes if call.x.is_contiguous else call.x.strides[0]
@@ -404,6 +401,7 @@ cdef class NvshmemBackend(Backend):
                                       self.shape.num_topk * 4, self.shape.num_topk * 4, <void *>stream),
                       "staging weights")
             c.peers, c.pos, c.num_tokens = self.peers, handle.routing.pos, <int32_t>handle.num_tokens
+            c.peers.operation = OP_COMBINE
             c.out, c.row_bytes, c.dtype = call.out.data, row_bytes, call.x.kind
             c.y_offset, c.weights_offset = call.x_offset, max(call.weights_offset, 0)
             if call.bias0 is not None:
@@ -499,7 +497,7 @@ cdef class NvshmemBackend(Backend):
         try:
             if self.last is not None and self.last_stream != stream:
                 check(epcy_cuda_event_wait(self.last.event, <void *>stream), "cudaStreamWaitEvent")
-            peers.ticket = ticket
+            peers.ticket, peers.operation = ticket, header & 7
             check(epcy_cuda_launch_step(&peers, header, c_text, <void *>stream), "launching a step")
             event.record(stream)
             self.last, self.last_stream = event, stream
@@ -612,31 +610,56 @@ cdef class NvshmemBackend(Backend):
         cdef epcy_report *r = self.mapped.report
         cdef uint32_t *headers
         cdef int i
+        cdef int first = -1
+        for i in range(EPCY_MAX_CHUNKS):
+            if r.bad[i].epoch and (first < 0 or (r.bad[i].epoch, r.bad[i].token) < (r.bad[first].epoch, r.bad[first].token)):
+                first = i
         error = None
         if r.expired:
             self.broken = True
-            phase, peer = PHASES[r.phase], r.peer
-            error = PeerTimeoutError(
-                f"call {r.epoch} on rank {self.rank}: gave up after {self.timeout:g} s (timeout={self.timeout:g} s); "
-                f"waited for ranks [{peer}] in phase {phase}, expected {r.expected >> 32}, seen [{r.seen >> 32}]: rank "
-                f"{peer} (pid {self.identities[peer].pid}). Find out what keeps rank {peer}, or give a larger timeout; "
-                "reset() on all ranks makes this Buffer usable again", [peer], phase, r.epoch)
+            error = self.late_ranks()
             r.expired = 0
         elif r.late_verdict == EPCY_VERDICT_REFUSED:
             error = PeerError((<bytes>r.late_text).decode(errors="replace"), [r.late_rank])
         elif r.late_verdict == EPCY_VERDICT_MISMATCH:
             headers = <uint32_t *>&r.late_text[0]
             error = verdicts.mismatch(headers[self.num_ranks], records([headers[i] for i in range(self.num_ranks)]))
-        elif r.bad_epoch:
-            error = verdicts.bad_id(self.rank, r.bad_token, r.bad_lane, r.bad_value, self.shape.num_experts)
+        elif first >= 0:
+            error = verdicts.bad_id(self.rank, r.bad[first].token, r.bad[first].lane, r.bad[first].value,
+                                    self.shape.num_experts)
         elif r.late_rows:
             error = verdicts.dropped(self.num_calls, self.rank, r.late_rows, r.late_limit)
-        r.late_verdict = r.bad_epoch = 0
+        for i in range(EPCY_MAX_CHUNKS):
+            r.bad[i].epoch = 0
+        r.late_verdict = 0
         r.late_rows = 0
         return error
 
+    cdef object late_ranks(self):
+        """The error of a wait that expired: who had not come, as far as this rank's words tell."""
+        cdef epcy_report *r = self.mapped.report
+        cdef int64_t R = self.num_ranks
+        phase, culprits, seen, words = PHASES[r.phase], [r.peer], [r.seen >> 32], None
+        expected = r.expected >> 32
+        if phase == "arrival":
+            at = self.peers.control.headers + (r.epoch & 1) * R * EPCY_NUM_HEADERS * 8
+            words = self.fetch(at, R * EPCY_NUM_HEADERS, np.uint64)[::EPCY_NUM_HEADERS]
+        elif phase == "reset":
+            words = self.fetch(self.peers.control.resets, R, np.uint64)
+        if words is not None:
+            words = (words >> np.uint64(32)).tolist()
+            missing = [rank for rank in range(R) if words[rank] != expected]
+            if missing:
+                culprits, seen = missing, [words[rank] for rank in missing]
+        operation = "reset" if phase == "reset" else OPERATIONS[r.operation]
+        where = ", ".join([f"rank {rank} (pid {self.identities[rank].pid}) was last seen in call {epoch}"
+                           for rank, epoch in zip(culprits[:4], seen)])
+        return verdicts.late(operation, r.epoch, self.rank, culprits, phase, expected, seen, where, [], self.timeout,
+                             self.timeout)
+
     def take_deferred(self):
-        return self.late_error()
+        error, self.deferred = self.deferred, None
+        return error if error is not None else self.late_error()
 
     def capture(self):
         cdef CudaEvent event = CudaEvent.__new__(CudaEvent)

@@ -41,6 +41,11 @@ def num_devices():
 def choose_device(device, identities, rank):
     """The GPU of a rank: the one asked for, else the ranks of a machine take its GPUs in turn."""
     count = num_devices()
+    if _runtime is not None:        # which spans this rank, and whose memory is on one GPU for good
+        if device is not None and device != _runtime.device:
+            raise ArgumentError(f"device: expected {_runtime.device}, where NVSHMEM was started on this rank, got {device} "
+                                f"(rank {rank}); give the same device to all Buffers, or to epcy.init()")
+        return _runtime.device
     if device is None:
         return sum([identity.host == identities[rank].host for identity in identities[:rank]]) % count
     if device >= count:

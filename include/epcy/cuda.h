@@ -95,6 +95,12 @@ EPCY_INLINE epcy_control epcy_control_layout(const epcy_shape *s) {
   return c;
 }
 
+/* A bad id, of a call whose host did not wait. */
+typedef struct epcy_cuda_bad {
+  uint32_t epoch, unused; /* 0: none */
+  int64_t token, lane, value;
+} epcy_cuda_bad;
+
 /* What kernels tell the host of their rank: mapped host memory. Words that the host waits for carry the ticket of its
  * call above and a value below; epochs it cannot know, since graphs take steps of their own. */
 typedef struct epcy_report {        /* its definition must not depend on the Buffer */
@@ -104,9 +110,8 @@ typedef struct epcy_report {        /* its definition must not depend on the Buf
   /* The first wait that expired: written once, read when a call fails. */
   uint32_t expired, phase, peer, epoch;
   uint64_t expected, seen;
-  /* The first bad id of this rank in a call whose host did not wait. */
-  uint32_t bad_epoch, unused;
-  int64_t bad_token, bad_lane, bad_value;
+  uint32_t operation, unused;
+  epcy_cuda_bad bad[EPCY_MAX_CHUNKS];   /* the first of each chunk of this rank */
   uint32_t late_verdict, late_rank;     /* of a call whose host did not wait and which failed; who refused */
   uint64_t late_rows, late_limit;       /* rows that came where there was room for fewer */
   char late_text[EPCY_CUDA_TEXT_BYTES]; /* of the refusal; or u32 headers[R], epoch of a mismatch */
@@ -123,8 +128,8 @@ typedef struct epcy_peers {
   int32_t rank;
   epcy_report *report; /* mapped host memory, device address */
   int64_t timeout_ns;
-  uint32_t ticket; /* of this call; 0: its host does not wait */
-  uint32_t unused;
+  uint32_t ticket;    /* of this call; 0: its host does not wait */
+  uint32_t operation; /* likewise, as in its header */
 } epcy_peers;
 
 enum epcy_cuda_phase {
@@ -147,9 +152,9 @@ typedef struct epcy_cuda_routing {
   int64_t *num_recv;    /* [2]: rows that come to this rank, unclipped; tokens that come (expert layout) */
   int64_t *experts;     /* [L]: lanes for each local expert */
   /* Expert layout. */
-  int32_t *lane_row; /* [T][K]: the lane's row at its expert's rank, or -1 */
-  int32_t *fans;     /* [R M][K]: rows of each token that comes here, see fan.cuh */
-  int64_t *offsets;  /* [L + 1]: where the local experts' groups start */
+  int32_t *lane_row;                       /* [T][K]: the lane's row at its expert's rank, or -1 */
+  int32_t *fans;                           /* [R M][K]: rows of each token that comes here, see fan.cuh */
+  int64_t *offsets;                        /* [L + 1]: where the local experts' groups start */
   int32_t num_peer_chunks, num_own_chunks; /* C for each other rank, and for the rank itself */
 } epcy_cuda_routing;
 
@@ -195,8 +200,8 @@ typedef struct epcy_cuda_combine {
 typedef struct epcy_cuda_staging {
   const char *from;
   char *to;
-  const int64_t *num_recv;                /* rows that came */
-  const int32_t *own_base, *own_count;    /* [32]: this rank's own among them, by chunk */
+  const int64_t *num_recv;             /* rows that came */
+  const int32_t *own_base, *own_count; /* [32]: this rank's own among them, by chunk */
   int64_t num_rows, row_bytes, stride_bytes;
 } epcy_cuda_staging;
 

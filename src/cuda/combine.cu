@@ -20,8 +20,7 @@ EPCY_DEVICE void pull_weights(const Step &s, const epcy_cuda_combine &a) {
 }
 
 template <int Dtype>
-__global__ void __launch_bounds__(kThreads, 1)
-    combine_rows(const __grid_constant__ epcy_cuda_combine a) {
+__global__ void __launch_bounds__(kThreads, 1) combine_rows(const __grid_constant__ epcy_cuda_combine a) {
   extern __shared__ char unaligned[];
   combine<Dtype>(a, aligned_shared(unaligned), [&a](const Step &s, int *) {
     if (a.out_weights) pull_weights(s, a);

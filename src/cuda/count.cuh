@@ -87,7 +87,8 @@ EPCY_DEVICE int list_tokens(const Step &s, const epcy_cuda_dispatch &a, const Ro
   int32_t *list = chunk_list(a, role.d, role.j, role.g);
   int run = 0;
   for (int begin = t0; begin < t1; begin += kWarps * 1024) { // a warp keeps 32 votes of a thread in a register
-    const int all = t1 - begin < kWarps * 1024 ? t1 - begin : kWarps * 1024, each = (all + kWarps * 32 - 1) / (kWarps * 32);
+    const int all = t1 - begin < kWarps * 1024 ? t1 - begin : kWarps * 1024,
+              each = (all + kWarps * 32 - 1) / (kWarps * 32);
     const int from = begin + warp * each * 32;
     unsigned mine = 0;
     int total = 0;
@@ -111,12 +112,6 @@ EPCY_DEVICE int list_tokens(const Step &s, const epcy_cuda_dispatch &a, const Ro
   return run;
 }
 
-// Where this rank keeps what was wrong with its ids in a call for which its host does not wait.
-EPCY_DEVICE void keep_bad(const Step &s, int64_t token, int64_t lane, int64_t value) {
-  epcy_report *r = s.p.report;
-  if (atomicCAS_system(&r->bad_epoch, 0u, s.epoch) == 0) r->bad_token = token, r->bad_lane = lane, r->bad_value = value;
-}
-
 // The first threads of a block: tell every rank how many of the chunk's tokens go to the destination.
 template <typename Id>
 EPCY_DEVICE void publish_count(const Step &s, const epcy_cuda_dispatch &a, const Role &role, int n,
@@ -130,7 +125,12 @@ EPCY_DEVICE void publish_count(const Step &s, const epcy_cuda_dispatch &a, const
   const bool refuse = a.header & EPCY_HEADER_WAITS;
   int64_t *slot = s.bad(r, s.me, role.j);
   slot[0] = lane / K, slot[1] = lane % K, slot[2] = value;
-  if (!refuse && r == 0 && role.d == s.me) keep_bad(s, lane / K, lane % K, value);
+  auto *bad = &s.p.report->bad[role.j]; // for the host, where it does not wait
+  if (!refuse && r == 0 && role.d == s.me && bad->epoch == 0) {
+    bad->token = lane / K, bad->lane = lane % K, bad->value = value;
+    __threadfence_system();
+    *(volatile uint32_t *)&bad->epoch = s.epoch;
+  }
   store_word_release(at, s.word((uint32_t)n | (refuse ? EPCY_COUNT_BAD : 0u)));
 }
 

@@ -36,14 +36,14 @@ EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, int d, 
       if (a.topk_weights) weights[to] = local[0] < 0 ? 0.0f : a.topk_weights[from];
     }
   }
-  if (a.scales && a.num_scales % 4 == 0) {
+  if (a.num_scales && a.num_scales % 4 == 0) {
     const int each = a.num_scales / 4;
 #pragma unroll 4
     for (int q = me; q < n * each; q += kOthers) {
       const int i = q / each, v = q - i * each;
       ((float4 *)scales)[(int64_t)(base + i) * each + v] = ((const float4 *)a.scales)[(int64_t)list[i] * each + v];
     }
-  } else if (a.scales) {
+  } else if (a.num_scales) {
     for (int q = me; q < n * a.num_scales; q += kOthers) {
       const int i = q / a.num_scales, v = q - i * a.num_scales;
       scales[(int64_t)(base + i) * a.num_scales + v] = ((const float *)a.scales)[(int64_t)list[i] * a.num_scales + v];
@@ -104,19 +104,18 @@ EPCY_DEVICE void fill_rows(const Step &s, const epcy_cuda_dispatch &a, const Rol
     idx[i] = -1, weights[i] = 0.0f;
 }
 
-// One thread of each block, uncached: what became of the call at its destination, for the host and for the handle.
-EPCY_DEVICE void settle_counts(const Step &s, const epcy_cuda_dispatch &a, const Role &role, const Counts &counts,
-                               uint32_t theirs, uint32_t limit, int *verdict) {
-  if (*verdict == EPCY_VERDICT_OK && (theirs & EPCY_HEADER_WAITS) && (uint32_t)counts.total > limit)
-    *verdict = EPCY_VERDICT_OVERFLOW;
-  if (role.j) return;
-  if (role.d == s.me) {
-    const int rows = *verdict == EPCY_VERDICT_OK || *verdict == EPCY_VERDICT_OVERFLOW ? counts.total : 0;
+// One thread of the first block for a destination: what became of the call there, for the host and for the handle. The
+// host is far: no mover may wait for this.
+EPCY_DEVICE void tell_host(const Step &s, const epcy_cuda_dispatch &a, const Role &role, const Counts &counts,
+                           uint32_t limit, int verdict) {
+  if (role.d == s.me && !a.cached) {
+    const int rows = verdict == EPCY_VERDICT_OK || verdict == EPCY_VERDICT_OVERFLOW ? counts.total : 0;
     *a.routing.num_recv = rows;
     const int own = counts.base[s.me * C], end = s.me + 1 < s.num_ranks ? counts.base[(s.me + 1) * C] : counts.total;
     if (s.p.ticket) s.p.report->own_base = own, s.p.report->own_count = end - own, s.tell(&s.p.report->num_rows, rows);
     else if ((uint32_t)rows > limit) s.p.report->late_rows = rows, s.p.report->late_limit = limit;
   }
+  s.report(role.d, verdict);
 }
 
 template <typename Id>
@@ -164,12 +163,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp == 0) {
     if (!a.cached && verdict == EPCY_VERDICT_OK) add_up(s, &counts);
     __syncwarp();
-    if (threadIdx.x == 0) {
-      if (!a.cached) {
-        if (verdict == EPCY_VERDICT_OK) share.base = counts.base[s.me * C + role.j];
-        settle_counts(s, a, role, counts, theirs, limit, &verdict);
-      }
-      if (role.j == 0) s.report(role.d, verdict);
+    if (threadIdx.x == 0 && !a.cached && verdict == EPCY_VERDICT_OK) {
+      share.base = counts.base[s.me * C + role.j];
+      if ((theirs & EPCY_HEADER_WAITS) && (uint32_t)counts.total > limit) verdict = EPCY_VERDICT_OVERFLOW;
     }
   }
   __syncthreads();
@@ -188,11 +184,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     mover.arrived<0>();
   } else {
     const int me = threadIdx.x - 32 * kMoverWarps;
+    if (role.j == 0 && me == 0) tell_host(s, a, role, counts, limit, verdict);
     if (!a.cached) {
       if (role.j == 0)
         for (int c = me; c < C; c += kOthers)
           a.routing.chunk_count[role.d * C + c] = moves ? counts.n[s.me * C + c] : 0,
-          a.routing.chunk_base[role.d * C + c] = moves ? counts.base[s.me * C + c] : 0;
+                                             a.routing.chunk_base[role.d * C + c] =
+                                                 moves ? counts.base[s.me * C + c] : 0;
       keep_routing<Id>(s, a, role, share.list[0], share.base, share.total, moves ? limit : 0, hist);
       if (role.d == s.me && moves) sum_experts(s, a, role);
     }

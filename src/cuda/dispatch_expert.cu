@@ -14,7 +14,8 @@ constexpr int kTake = 4;  // rows of such a warp that a copying warp takes at a 
 // The warps that do not move rows: ids and weights of a share's rows, and scales: of all rows at this rank, of the first
 // ones at another.
 template <typename Id>
-EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, int d, const int32_t *list, int n, char *area) {
+EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, int d, const int32_t *list, int n,
+                             char *area) {
   const int K = (int)s.p.shape.num_topk, me = threadIdx.x - 32 * kMoverWarps;
   int64_t *idx = (int64_t *)(area + s.p.area.topk_idx);
   float *weights = (float *)(area + s.p.area.topk_weights), *scales = (float *)(area + s.p.area.scales);
@@ -27,7 +28,7 @@ EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, int d, 
     idx[row] = local;
     if (a.topk_weights) weights[row] = a.topk_weights[at];
   }
-  if (!a.scales) return;
+  if (!a.num_scales) return;
   const int lane = me & 31;
   for (int i = me >> 5; i < n; i += kOthers / 32) { // a warp a token
     const float *from = (const float *)a.scales + (int64_t)list[i] * a.num_scales;
@@ -145,7 +146,8 @@ EPCY_DEVICE void copy_scales(const Step &s, const epcy_cuda_dispatch &a, const C
     if (!ok) atomicMax(verdict, (int)EPCY_VERDICT_BROKEN);
   }
   __syncthreads();
-  const int own = counts.base[s.me * C], own_end = own + (s.me + 1 < R ? counts.base[(s.me + 1) * C] : counts.total) - own;
+  const int own = counts.base[s.me * C],
+            own_end = own + (s.me + 1 < R ? counts.base[(s.me + 1) * C] : counts.total) - own;
   float *scales = (float *)(area + s.p.area.scales);
   const int lane = at & 31;
   for (int i = at >> 5; i < counts.total; i += all >> 5) {
@@ -221,15 +223,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         a.cached || !agreed ? 0 : s.wait(s.mark(s.me, role.d, EPCY_MARK_ROWS), EPCY_CUDA_STARTS, role.d, &ok);
     if (!ok) atomicMax(&verdict, (int)EPCY_VERDICT_BROKEN);
     if (verdict == EPCY_VERDICT_OK && (theirs & EPCY_HEADER_WAITS) && rows > limit) verdict = EPCY_VERDICT_OVERFLOW;
-    if (role.j == 0) s.report(role.d, verdict);
   }
   __syncthreads();
+  if (role.j == 0 && threadIdx.x == 32 * kMoverWarps) s.report(role.d, verdict);
   if (!a.cached && sends) {
     place_lanes<Id>(s, a, role, share, agreed ? counts.base[s.me * C + role.j] : 0, limit, table, &verdict);
     if (role.j == 0)
       for (int c = threadIdx.x; c < C; c += kThreads)
         a.routing.chunk_count[role.d * C + c] = agreed ? counts.n[s.me * C + c] : 0,
-        a.routing.chunk_base[role.d * C + c] = agreed ? counts.base[s.me * C + c] : 0;
+                                           a.routing.chunk_base[role.d * C + c] =
+                                               agreed ? counts.base[s.me * C + c] : 0;
     if (threadIdx.x == 0 && agreed) share.base = counts.base[s.me * C + role.j];
   }
   __syncthreads();
@@ -310,7 +313,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int q = me; q < R * C * kMoverWarps; q += kOthers) { // written before the rows: wait for the last of them
         const int source = q / (C * kMoverWarps), c = q / kMoverWarps % C, w = q % kMoverWarps;
         const int n = source == s.me ? 0 : counts.n[source * C + c] - w;
-        if (n > 0) s.wait_for(s.progress(s.me, source, c) + w, (n + kMoverWarps - 1) / kMoverWarps, EPCY_CUDA_DATA, source, &ok);
+        if (n > 0)
+          s.wait_for(s.progress(s.me, source, c) + w, (n + kMoverWarps - 1) / kMoverWarps, EPCY_CUDA_DATA, source, &ok);
       }
       if (!ok) atomicMax(&verdict, (int)EPCY_VERDICT_BROKEN);
       asm volatile("bar.sync 1, %0;" ::"n"(kOthers) : "memory");
@@ -319,7 +323,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (i < own_from || i >= own_to) a.routing.fans[i] = __ldcg(fans + i);
     }
   }
-  if (copies && a.scales && K > 1) {
+  if (copies && a.num_scales && K > 1) { // not a.scales: without tokens that may be no address
     __syncthreads();
     copy_scales(s, a, counts, copier * kThreads + threadIdx.x, copiers * kThreads, area, &verdict);
   }

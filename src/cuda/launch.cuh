@@ -38,8 +38,8 @@ inline bool has_bulk_copies() {
 template <typename... Args, typename... Given>
 int launch_together(void (*kernel)(Args...), int grid, int block, size_t shared, void *stream, Given... given) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid), config.blockDim = dim3(block), config.dynamicSmemBytes = shared ? shared + kSharedAlignment : 0,
-  config.stream = (cudaStream_t)stream;
+  config.gridDim = dim3(grid), config.blockDim = dim3(block),
+  config.dynamicSmemBytes = shared ? shared + kSharedAlignment : 0, config.stream = (cudaStream_t)stream;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeCooperative, attribute.val.cooperative = 1;
   config.attrs = &attribute, config.numAttrs = 1;

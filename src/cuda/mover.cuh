@@ -62,6 +62,8 @@ struct Mover {
   uint64_t *full;
   int stages, stage_bytes, warp, lane;
   uint32_t loaded = 0, stored = 0;
+  int load_at = 0, store_at = 0; // the stages of these items: a division for each would cost as much as the copy
+  uint32_t store_phase = 0;
 
   // All threads; a block barrier must follow. Warps 0 .. kMoverWarps - 1 are the movers.
   EPCY_DEVICE Mover(char *shared, const MoverShape &shape)
@@ -133,22 +135,22 @@ private:
 #ifdef EPCY_HAS_BULK
   EPCY_DEVICE void load(const char *from, uint32_t bytes) {
     if (lane == 0) {
-      const int at = loaded % stages;
-      barrier_expect(full + at, bytes);
-      bulk_load(ring + (int64_t)at * stage_bytes, from, bytes, full + at);
+      barrier_expect(full + load_at, bytes);
+      bulk_load(ring + load_at * stage_bytes, from, bytes, full + load_at);
     }
     loaded++;
+    if (++load_at == stages) load_at = 0;
   }
   template <bool kOne, typename Target> EPCY_DEVICE void store(Target &target) {
-    const int at = stored % stages;
     uint32_t bytes;
     char *const to = target(&bytes);
     if (!kOne || lane == 0) {
-      barrier_wait(full + at, (stored / stages) & 1);
-      if (to) bulk_store(to, ring + (int64_t)at * stage_bytes, bytes);
+      barrier_wait(full + store_at, store_phase);
+      if (to) bulk_store(to, ring + store_at * stage_bytes, bytes);
       bulk_commit();
     }
     stored++;
+    if (++store_at == stages) store_at = 0, store_phase ^= 1;
   }
 #endif
 };

@@ -159,8 +159,7 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
 
 // All threads of every block: the whole of a combine. `before` makes ready on every rank what is pulled (it may not return
 // early), and may raise the verdict.
-template <int Dtype, typename Before>
-EPCY_DEVICE void combine(const epcy_cuda_combine &a, char *rings, Before before) {
+template <int Dtype, typename Before> EPCY_DEVICE void combine(const epcy_cuda_combine &a, char *rings, Before before) {
   __shared__ __align__(8) Pipeline pipelines[kPipelines];
   __shared__ Rows y;
   __shared__ int verdict;
@@ -182,13 +181,12 @@ EPCY_DEVICE void combine(const epcy_cuda_combine &a, char *rings, Before before)
   s.gather(a.header, &verdict);
   if ((int)threadIdx.x < s.num_ranks) {
     const bool apart = a.own_rows && (int)threadIdx.x == s.me;
-    y.at[threadIdx.x] =
-        apart ? a.own_rows : a.peers.base[threadIdx.x] + (int64_t)s.header_value(threadIdx.x, 1) * 128;
+    y.at[threadIdx.x] = apart ? a.own_rows : a.peers.base[threadIdx.x] + (int64_t)s.header_value(threadIdx.x, 1) * 128;
     y.stride[threadIdx.x] = apart ? a.own_stride_bytes : a.row_bytes;
   }
   const bool seen = verdict != EPCY_VERDICT_BROKEN;
-  if (blockIdx.x == 0 && threadIdx.x == 0) s.report(s.me, verdict);
   __syncthreads();
+  if (blockIdx.x == 0 && threadIdx.x == kThreads - 1) s.report(s.me, verdict); // no loader waits for the host
   if (verdict == EPCY_VERDICT_OK) before(s, &verdict);
   if (verdict == EPCY_VERDICT_OK) pull<Dtype>(s, a, rings, pipelines, y);
   s.finish(seen);

@@ -36,15 +36,14 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
   for (int half = 0; half < 2 && ok; half++) {
     uint64_t seen = 0;
     if (r < R) {
-      store_word_release((uint64_t *)(p.base[r] + p.control.resets) + half * R + p.rank,
-                         (uint64_t)round << 32 | epoch);
+      store_word_release((uint64_t *)(p.base[r] + p.control.resets) + half * R + p.rank, (uint64_t)round << 32 | epoch);
       const uint64_t start = global_time_ns();
       const uint64_t *at = (const uint64_t *)(p.base[p.rank] + p.control.resets) + half * R + r;
       while ((uint32_t)((seen = load_word_acquire(at)) >> 32) != round && ok)
         ok = global_time_ns() - start < (uint64_t)p.timeout_ns;
       if (!ok) {
         p.report->phase = EPCY_CUDA_RESET, p.report->peer = r, p.report->epoch = epoch;
-        p.report->expected = (uint64_t)round << 32, p.report->seen = seen;
+        p.report->expected = (uint64_t)round << 32, p.report->seen = seen, p.report->expired = 1;
       }
     }
     ok = __all_sync(~0u, ok);

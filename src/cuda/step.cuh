@@ -81,6 +81,7 @@ struct Step {
     if (atomicCAS(&local()->broken, 0u, 1u) != 0) return;
     epcy_report *r = p.report;
     r->phase = phase, r->peer = peer, r->epoch = epoch, r->expected = word(0), r->seen = seen;
+    r->operation = p.operation;
     __threadfence_system();
     *(volatile uint32_t *)&r->expired = 1;
   }
@@ -90,8 +91,10 @@ struct Step {
     static_assert(EPCY_NUM_HEADERS == 4, "a value each");
     if ((int)threadIdx.x < num_ranks * EPCY_NUM_HEADERS) {
       const int which = threadIdx.x % EPCY_NUM_HEADERS;
-      store_word_release(header(threadIdx.x / EPCY_NUM_HEADERS, me) + which,
-                         word(which == 0 ? header_word : which == 1 ? second : which == 2 ? third : grid));
+      store_word_release(header(threadIdx.x / EPCY_NUM_HEADERS, me) + which, word(which == 0   ? header_word
+                                                                                  : which == 1 ? second
+                                                                                  : which == 2 ? third
+                                                                                               : grid));
     }
   }
 

@@ -262,3 +262,8 @@ def raised(call: Any) -> BaseException | None:
     except Exception as error:
         return error
     return None
+
+
+def told(buf: Any, call: Any) -> BaseException | None:
+    """The error of a call, raised by it or, where its host does not wait, by check() after it."""
+    return raised(lambda: (call(), buf.check()))

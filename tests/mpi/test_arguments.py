@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import epcy
-from mpi.cases import BFLOAT16, check_combine, check_dispatch, draw, raised, to_device
+from mpi.cases import BFLOAT16, check_combine, check_dispatch, draw, raised, to_device, told
 
 T, H, K = 4, 512, 2
 X = np.ones((T, H), BFLOAT16)
@@ -160,7 +160,7 @@ def test_wrong_argument(comm, buf, everybody, operation):
         else:
             good = np.ones((handle.num_rows, H), BFLOAT16)
             right = {"dispatch": (buf.dispatch, X, IDX), "combine": (buf.combine, good, handle)}[operation]
-            error = raised(functools.partial(*to_device(buf, right)))
+            error = told(buf, functools.partial(*to_device(buf, right)))
             assert type(error) is epcy.PeerError and error.ranks == (culprit,), f"{title}: {error!r}"
             assert f"rank {culprit} refused {operation}" in str(error), f"{title}: {error}"
             told = str(error).partition(": ")[2]

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 import epcy
-from mpi.cases import assert_bits, check_combine, check_dispatch, draw, mine, raised, to_device, to_expert_0
+from mpi.cases import (
+    assert_bits,
+    check_combine,
+    check_dispatch,
+    draw,
+    mine,
+    raised,
+    to_device,
+    to_expert_0,
+    told,
+)
 
 
 def works(buf, comm, seed=0):
@@ -114,7 +124,7 @@ def test_c07_calls_differ(comm, make_buffer, what):
         "handle": lambda: buf.dispatch(x, handle=r.handle) if other else buf.dispatch(x, idx),
         "operation": lambda: buf.barrier() if other else buf.dispatch(x, idx),
     }
-    error = raised(calls[what])
+    error = told(buf, calls[what])
     assert isinstance(error, epcy.MismatchError) and what in str(error), error
     assert f"rank {comm.size - 1}: " in str(error)
     works(buf, comm)

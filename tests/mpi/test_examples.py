@@ -125,7 +125,7 @@ def test_gradients_are_those_of_differences(comm, backend):
                     1e-3,
                     5e-5,
                 ):  # within the longer one a ReLU may tip over, the shorter is less exact
-                    there, back = np.float32(step * moves), np.float32(array[place])
+                    there, back = np.float32(step * moves), np.float32(float(array[place]))
                     differences = []
                     for sign in (1, -1):
                         array[place] = back + sign * there
