@@ -156,16 +156,16 @@ def test_wrong_argument(comm, buf, everybody, operation):
             assert str(error).startswith(texts[0]), f"{title}: {error}"
             for text in (*texts, f"rank {comm.rank}"):
                 assert text in str(error), f"{title}: {error}"
-            told = str(error)
+            words = str(error)
         else:
             good = np.ones((handle.num_rows, H), BFLOAT16)
             right = {"dispatch": (buf.dispatch, X, IDX), "combine": (buf.combine, good, handle)}[operation]
             error = told(buf, functools.partial(*to_device(buf, right)))
             assert type(error) is epcy.PeerError and error.ranks == (culprit,), f"{title}: {error!r}"
             assert f"rank {culprit} refused {operation}" in str(error), f"{title}: {error}"
-            told = str(error).partition(": ")[2]
+            words = str(error).partition(": ")[2]
         if not everybody and number % 8 == 0:
-            assert len(set(comm.allgather(told))) == 1, f"{title}: {told}"
+            assert len(set(comm.allgather(words))) == 1, f"{title}: {words}"
     sent = draw(1, comm.size, 5, num_experts=4 * comm.size)
     r, routing = check_dispatch(buf, sent)
     check_combine(buf, r.handle, routing, 1)
