@@ -45,9 +45,11 @@ def heap_layout(dict shape):
     s.num_ranks, s.num_experts, s.num_topk = shape["num_ranks"], shape["num_experts"], shape["num_topk"]
     s.num_max_tokens, s.hidden = shape["num_max_tokens"], shape["hidden"]
     s.row_bytes, s.num_rows = shape["row_bytes"], shape["num_rows"]
+    s.num_low_latency_tokens = shape["num_low_latency_tokens"]
     heap = epcy_heap_layout(&s, epcy_host_control_bytes(&s))
     return {"control": heap.receive[0], "receive": heap.combine[0] - heap.receive[0],
-            "combine": heap.bytes - heap.combine[0], "total": heap.bytes}
+            "combine": heap.low_latency_x[0] - heap.combine[0], "low_latency": heap.bytes - heap.low_latency_x[0],
+            "total": heap.bytes}
 
 
 def simd_level(limit=None):

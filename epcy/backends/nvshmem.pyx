@@ -398,7 +398,7 @@ cdef class NvshmemBackend(Backend):
         if call.handle.layout == "rank":
             return Backend.prepare_combine(self, call)
         call.x_offset = call.weights_offset = call.area = call.consumed = -1
-        self.check_out(call)
+        self.check_out(call.out)
         for i in range(EPCY_NUM_AREAS):
             at = call.x.data - self.start - self.heap_layout.combine[i]
             if 0 <= at < self.area.bytes:

@@ -9,7 +9,16 @@
 
 #define EPCY_TEXT_BYTES 512
 
-enum epcy_op { EPCY_OP_NONE, EPCY_OP_DISPATCH, EPCY_OP_COMBINE, EPCY_OP_BARRIER, EPCY_OP_FREE };
+enum epcy_op { /* OPERATIONS in epcy/status.py */
+               EPCY_OP_NONE,
+               EPCY_OP_DISPATCH,
+               EPCY_OP_COMBINE,
+               EPCY_OP_BARRIER,
+               EPCY_OP_FREE,
+               EPCY_OP_LOW_LATENCY_DISPATCH,
+               EPCY_OP_LOW_LATENCY_COMBINE,
+               EPCY_NUM_OPS
+};
 enum epcy_phase { EPCY_PHASE_IDLE, EPCY_PHASE_ARRIVAL, EPCY_PHASE_DATA, EPCY_PHASE_COMPLETION };
 enum epcy_dtype { EPCY_BF16, EPCY_FP16, EPCY_FP32, EPCY_FP8, EPCY_NUM_DTYPES };
 enum epcy_layout { EPCY_LAYOUT_RANK, EPCY_LAYOUT_EXPERT };
@@ -29,11 +38,11 @@ typedef struct epcy_status {
   int32_t version, pid, rank, size;
   int32_t op, phase;
   uint64_t epoch;
-  int64_t since_ns;     /* CLOCK_MONOTONIC */
-  int64_t num_calls[5]; /* by operation */
+  int64_t since_ns; /* CLOCK_MONOTONIC */
+  int64_t num_calls[EPCY_NUM_OPS];
 } epcy_status;
 #define EPCY_STATUS_MAGIC 0x7375746174737965ull
-#define EPCY_STATUS_VERSION 1
+#define EPCY_STATUS_VERSION 2
 
 /* What a rank says when it enters a call. Fields up to `has_weights`, `alignment` and `routing` must be equal on all
  * ranks. */
