@@ -21,7 +21,7 @@
 enum epcy_low_latency_kind { EPCY_LOW_LATENCY_DISPATCH, EPCY_LOW_LATENCY_COMBINE };
 enum epcy_low_latency_phases { EPCY_LOW_LATENCY_SEND = 1, EPCY_LOW_LATENCY_RECEIVE = 2 };
 
-/* The options in a header, beside EPCY_HEADER_OP, _DTYPE and _REFUSED. */
+/* The options in a header, beside EPCY_HEADER_OP, _DTYPE, _ROUTING and _REFUSED. */
 #define EPCY_LOW_LATENCY_FP8 0x40u
 #define EPCY_LOW_LATENCY_ROUND_SCALE 0x80u
 #define EPCY_LOW_LATENCY_UE8M0 0x100u
@@ -73,7 +73,7 @@ EPCY_INLINE epcy_low_latency_wire epcy_low_latency_wire_layout(const epcy_shape 
 
 /* A handle's arrays on the device. */
 typedef struct epcy_low_latency_handle {
-  uint32_t *sent;      /* [2]: the epoch of the dispatch; of the combine whose hook is still to run */
+  uint32_t *sent;      /* [3]: the epoch of the dispatch; of combines whose hooks are still to run, by turns */
   int32_t *tokens;     /* [R]: T of each rank */
   uint32_t *ranks;     /* [M']: ranks that hold a lane of my token, as bits */
   uint32_t *lanes;     /* [M'][K]: whose my lane is, and in which lane its row travels; see low_latency.cuh */
@@ -101,7 +101,8 @@ typedef struct epcy_low_latency_call {
   epcy_peers peers;
   epcy_low_latency_wire wire;
   epcy_low_latency_handle handle;
-  uint32_t header;    /* operation and options */
+  uint32_t *sent;     /* where its epoch is kept between two kernels */
+  uint32_t header;    /* operation, options and routing */
   int32_t phases;     /* enum epcy_low_latency_phases */
   int32_t num_tokens; /* T of this rank */
   int32_t dtype;

@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
   const bool keeps = sends && receives; // else this rank's own rows take the wire too, so that x may change in between
   const bool first_warp = b == 0 && threadIdx.x < 32;
 
-  const LowLatency s(c.peers, c.wire, EPCY_LOW_LATENCY_COMBINE, sends ? nullptr : c.handle.sent + 1);
+  const LowLatency s(c.peers, c.wire, EPCY_LOW_LATENCY_COMBINE, sends ? nullptr : c.sent);
   int verdict = EPCY_VERDICT_OK, ignored;
   if (sends) {
     const uint64_t acks = s.look_for_acks();
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
       const bool real = item < items;
       const int t = real ? item / P : 0;
       const Seat seat(c, item % P);
-      const unsigned ranks = real ? c.handle.ranks[t] : 0;
+      const unsigned ranks = real ? c.handle.ranks[t] & (0xFFFFFFFFu >> (32 - R)) : 0;
       uint4 own = nothing();
       Lanes l(a, s.me, t);
       l.split(c);
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
       if (seat.has_data) *(uint4 *)(a.out + t * c.row_bytes + seat.offset) = out;
     }
   }
-  s.leave(c.phases, c.handle.sent + 1);
+  s.leave(c.phases, c.sent);
 }
 
 template <template <int> class Reduction> auto kernel_of(int dtype) {

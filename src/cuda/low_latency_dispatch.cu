@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
 
   Input<From> in;
   if (sends) in.load(a, b / P, b % P, b < items);
-  const LowLatency s(c.peers, c.wire, EPCY_LOW_LATENCY_DISPATCH, sends ? nullptr : c.handle.sent);
+  const LowLatency s(c.peers, c.wire, EPCY_LOW_LATENCY_DISPATCH, sends ? nullptr : c.sent);
   if (s.broken()) return forget(a);
 
   uint4 own = make_uint4(0, 0, 0, 0);
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
     }
   }
   if (fails) forget(a);
-  s.leave(c.phases, c.handle.sent);
+  s.leave(c.phases, c.sent);
 }
 
 size_t shared_bytes(const epcy_shape &shape, int grid) {
