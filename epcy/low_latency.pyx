@@ -125,9 +125,10 @@ cdef class LowLatencyCalls:
         self.enter_low_latency("low_latency_combine", LOW_LATENCY_COMBINE, only_send)
         try:
             try:
-                call = self._checker.low_latency_combine(x, topk_idx, topk_weights, handle, reduction, zero_copy,
-                                                         use_logfmt, out, only_send)
+                call = self._checker.low_latency_combine(x, topk_idx, topk_weights, handle, reduction, use_logfmt, out,
+                                                         only_send)
                 self._checker.order(call, previous_event, async_finish, stream)
+                self._backend.low_latency.take_input(call, zero_copy)
             except BaseException as error:
                 self._backend.refuse(OP_COMBINE, str(error) or type(error).__name__)
                 raise

@@ -15,5 +15,5 @@ cdef class LowLatencyChecker(Checker):
     cdef Array stats(self, stats)
     cdef LowLatencyHandle low_latency_handle(self, handle)
     cdef LowLatencyCombineCall low_latency_combine(
-        self, x, topk_idx, topk_weights, handle, reduction, bint zero_copy, bint use_logfmt, out, bint return_recv_hook)
+        self, x, topk_idx, topk_weights, handle, reduction, bint use_logfmt, out, bint return_recv_hook)
     cdef Array slots(self, x)

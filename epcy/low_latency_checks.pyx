@@ -35,8 +35,8 @@ cdef class LowLatencyChecker(Checker):
         num_tokens = call.x.shape[0]
         if num_tokens > self.num_max_low_latency_tokens:
             raise CapacityError(f"x: {num_tokens} tokens on rank {self.rank}, the low-latency areas have room for "
-                                f"num_max_low_latency_tokens_per_rank={self.num_max_low_latency_tokens}; send fewer, or "
-                                "construct the Buffer with more")
+                                f"num_max_low_latency_tokens_per_rank={self.num_max_low_latency_tokens}; send fewer, "
+                                "or construct the Buffer with more")
         call.topk_idx = self.lanes(topk_idx, "topk_idx", num_tokens, True)
         if topk_weights is not None:
             call.topk_weights = self.lanes(topk_weights, "topk_weights", num_tokens, False)
@@ -72,8 +72,7 @@ cdef class LowLatencyChecker(Checker):
         return handle
 
     cdef LowLatencyCombineCall low_latency_combine(
-            self, x, topk_idx, topk_weights, handle, reduction, bint zero_copy, bint use_logfmt, out,
-            bint return_recv_hook):
+            self, x, topk_idx, topk_weights, handle, reduction, bint use_logfmt, out, bint return_recv_hook):
         cdef LowLatencyCombineCall call = LowLatencyCombineCall.__new__(LowLatencyCombineCall)
         cdef LowLatencyHandle checked = self.low_latency_handle(handle)
         call.handle = checked
@@ -102,7 +101,6 @@ cdef class LowLatencyChecker(Checker):
         if overlap(call.x, call.out.data, call.out.shape[0] * self.hidden * call.out.item_bytes()):
             call.x = copied(call.x)
         call.topk_weights = self.apart(call.topk_weights, call.out)
-        self.backend.low_latency.take_input(call, zero_copy)
         return call
 
     cdef Array slots(self, x):
@@ -112,7 +110,8 @@ cdef class LowLatencyChecker(Checker):
             raise self.wrong("x", "an array of bfloat16, float16 or float32", type(x).__name__)
         a = self.look(x, "x")
         if a.ndim != 3 or a.shape[0] != self.num_local or a.shape[1] != self.num_slots or a.shape[2] != self.hidden:
-            raise self.wrong("x", f"shape ({self.num_local}, {self.num_slots}, {self.hidden})", f"shape {a.owner.shape}")
+            raise self.wrong("x", f"shape ({self.num_local}, {self.num_slots}, {self.hidden})",
+                             f"shape {a.owner.shape}")
         if not 0 <= a.kind <= KIND_FP32:
             raise self.wrong("x", "bfloat16, float16 or float32", f"dtype {a.owner.dtype}")
         if self.hidden * a.item_bytes() > self.row_bytes:

@@ -62,6 +62,6 @@ def find(name: str | None) -> tuple[str, Any, Any]:
                 raise
     import numpy
 
-    from epcy.backends.host import HostBackend
+    from epcy.backends.host_low_latency import HostLowLatencyBackend
 
-    return "host", HostBackend, numpy
+    return "host", HostLowLatencyBackend, numpy

@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 from epcy.arrays cimport Array
 from epcy.event cimport Event
@@ -58,3 +58,4 @@ cdef class LowLatencyCombineCall(Call):
     cdef bint return_recv_hook      # only send
     cdef int area                   # the combine area that is this call's until it is received
     cdef bint in_area               # x is that area: nothing to stage
+    cdef uint64_t epoch             # of the call; the backend's

@@ -20,7 +20,7 @@ cdef class LowLatency:
     cdef char *inputs_at[2]             # where the combine areas begin
     cdef int64_t num_rows               # of an area: L * R * M'
     cdef object dtypes                  # kinds of payload that fit
-    cdef list received                  # a dict of arrays by receive area: by payload kind, "scales", "ue8m0", "counts"
+    cdef list received                  # a dict of arrays by receive area: payload kinds, "scales", "ue8m0", "counts"
     cdef list inputs                    # a dict of arrays by combine area, by payload kind
     cdef bint taken[2]                  # combine areas given out, or of a combine that is not received
     cdef bint unreceived[2]             # the latter

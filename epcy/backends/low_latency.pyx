@@ -1,7 +1,7 @@
 # cython: boundscheck=False, wraparound=False
 """What the backends share of the low-latency mode: areas in turn, combine inputs given out, calls and hooks in order."""
 
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint64_t
 
 import numpy as np
 
@@ -52,8 +52,8 @@ cdef class LowLatency:
         if unreceived == 0 or unreceived == 1 and return_recv_hook:
             return 0
         if return_recv_hook:
-            raise StateError(f"{NAMES[kind]}: two calls of this kind are sent and not received (rank {self.rank}), more "
-                             "have no room; call the hook of the older one first")
+            raise StateError(f"{NAMES[kind]}: two calls of this kind are sent and not received (rank {self.rank}), "
+                             "more have no room; call the hook of the older one first")
         raise StateError(f"{NAMES[kind]}: the hook of an earlier call has not run (rank {self.rank}), and calls are "
                          "received in the order in which they were sent; call it first, or give return_recv_hook=True")
 
@@ -65,8 +65,8 @@ cdef class LowLatency:
     cdef int may_receive(self, int kind, uint64_t number) except -1:
         """Refuse a hook out of turn."""
         if number <= self.num_received[kind]:
-            raise StateError(f"hook: this {NAMES[kind]} was received already, or given up by reset() (rank {self.rank}); "
-                             "call a hook once")
+            raise StateError(f"hook: this {NAMES[kind]} was received already, or given up by reset() (rank "
+                             f"{self.rank}); call a hook once")
         if number != self.num_received[kind] + 1:
             raise StateError(f"hook: an earlier {NAMES[kind]} was not received yet (rank {self.rank}); call the hooks "
                              "in the order in which the calls were made")
@@ -113,7 +113,7 @@ cdef class LowLatency:
                 call.area, call.in_area = i, True
         if zero_copy and not call.in_area:
             raise ArgumentError(f"x: expected, with zero_copy=True, the array that low_latency_combine_input gave out "
-                                f"last or before that and that was not combined yet, got another one (rank {self.rank})")
+                                f"and that was not combined yet, got another one (rank {self.rank})")
         if not call.in_area:
             call.area = self.free_input()
         if call.area < 0:

@@ -3,6 +3,7 @@
  * are used, in one order; -ffp-contract=off keeps multiply and add apart. */
 #include <string.h>
 
+#include "epcy/logfmt.h"
 #include "simd.h"
 
 #if defined(__x86_64__)
@@ -110,27 +111,88 @@ ALWAYS vf from_e4m3(vu b) {
 }
 
 /* One block of V elements of a token's sum. */
-#define EPCY_DEFINE_SUM(NAME, ITEM)                                                                         \
-  ALWAYS void block_##NAME(char *out, const epcy_sum *s, int64_t at, int count) {                           \
-    vf acc = {0};                                                                                           \
-    for (int i = 0; i < s->num_plain; i++) acc += load_##NAME(s->plain[i] + at, count);                     \
-    for (int g = 0, i = 0; g < s->num_groups; g++) {                                                        \
-      vf part = {0};                                                                                        \
-      for (; i < s->group_end[g]; i++) part += splat(s->weights[i]) * load_##NAME(s->lanes[i] + at, count); \
-      char rounded[V * ITEM];                                                                               \
-      store_##NAME(rounded, part, V);                                                                       \
-      acc += load_##NAME(rounded, V);                                                                       \
-    }                                                                                                       \
-    store_##NAME(out + at, acc, count);                                                                     \
-  }                                                                                                         \
-  static void sum_##NAME(char *out, const epcy_sum *s, int64_t hidden) {                                    \
-    int64_t j = 0;                                                                                          \
-    for (; j + V <= hidden; j += V) block_##NAME(out, s, j * ITEM, V);                                      \
-    if (j < hidden) block_##NAME(out, s, j * ITEM, (int)(hidden - j));                                      \
+#define EPCY_DEFINE_SUM(NAME, ITEM)                                                                             \
+  ALWAYS void block_##NAME(char *out, const epcy_sum *s, int64_t at, int count) {                               \
+    vf acc = {0};                                                                                               \
+    for (int i = 0; i < s->num_plain; i++) acc += load_##NAME(s->plain[i] + at, count);                         \
+    for (int i = 0; i < s->num_direct; i++) acc += splat(s->weights[i]) * load_##NAME(s->lanes[i] + at, count); \
+    for (int g = 0, i = 0; g < s->num_groups; g++) {                                                            \
+      vf part = {0};                                                                                            \
+      for (; i < s->group_end[g]; i++) part += splat(s->weights[i]) * load_##NAME(s->lanes[i] + at, count);     \
+      char rounded[V * ITEM];                                                                                   \
+      store_##NAME(rounded, part, V);                                                                           \
+      acc += load_##NAME(rounded, V);                                                                           \
+    }                                                                                                           \
+    store_##NAME(out + at, acc, count);                                                                         \
+  }                                                                                                             \
+  static void sum_##NAME(char *out, const epcy_sum *s, int64_t hidden) {                                        \
+    int64_t j = 0;                                                                                              \
+    for (; j + V <= hidden; j += V) block_##NAME(out, s, j * ITEM, V);                                          \
+    if (j < hidden) block_##NAME(out, s, j * ITEM, (int)(hidden - j));                                          \
   }
 EPCY_DEFINE_SUM(bf16, 2)
 EPCY_DEFINE_SUM(fp16, 2)
 EPCY_DEFINE_SUM(fp32, 4)
+
+static const uint32_t logfmt_mantissas[] = EPCY_LOGFMT_MANTISSAS, logfmt_reaches[] = EPCY_LOGFMT_REACHES,
+                      logfmt_firsts[] = EPCY_LOGFMT_FIRSTS;
+enum { GROUP_BLOCKS = EPCY_LOGFMT_GROUP / V };
+
+/* What a group of a row is after its way in LogFMT: each element the float32 that its code stands for. */
+ALWAYS void through_logfmt(vf *row) {
+  vu top = {0};
+  for (int b = 0; b < GROUP_BLOCKS; b++) top = pick((vi)(magnitude(row[b]) > top), magnitude(row[b]), top);
+  uint32_t exponent = 1u << 23; /* that of subnormals */
+  for (int i = 0; i < V; i++) exponent = top[i] > exponent ? top[i] : exponent;
+  exponent >>= 23;
+  if (exponent >= EPCY_LOGFMT_FIRST_RAW) return;
+  const vf down = (vf)((vu){0} + ((254u - exponent) << 23)), up = (vf)((vu){0} + (exponent << 23));
+  uint32_t u[EPCY_LOGFMT_GROUP];
+  for (int b = 0; b < GROUP_BLOCKS; b++) {
+    const vf scaled = (vf)magnitude(row[b]) * down;
+    memcpy(u + b * V, &scaled, sizeof scaled);
+  }
+  for (int i = 0; i < EPCY_LOGFMT_GROUP; i++) {
+    const uint32_t index = epcy_logfmt_index(u[i], logfmt_reaches, logfmt_firsts);
+    const uint32_t value = (u[i] & 0x7F800000u) + logfmt_mantissas[index];
+    u[i] = u[i] <= EPCY_LOGFMT_ZERO ? 0u : u[i] <= EPCY_LOGFMT_LEAST ? EPCY_LOGFMT_LEAST : value;
+  }
+  for (int b = 0; b < GROUP_BLOCKS; b++) {
+    vf value;
+    memcpy(&value, u + b * V, sizeof value);
+    row[b] = (vf)(bits(value * up) | (bits(row[b]) & 0x80000000u));
+  }
+}
+
+#define EPCY_DEFINE_SUM_LOGFMT(NAME, ITEM)                                                               \
+  static void sum_logfmt_##NAME(char *out, const epcy_sum *s, int64_t hidden) {                          \
+    for (int64_t at = 0; at < hidden * ITEM; at += EPCY_LOGFMT_GROUP * ITEM) {                           \
+      vf acc[GROUP_BLOCKS] = {0};                                                                        \
+      for (int i = 0; i < s->num_direct; i++) {                                                          \
+        vf row[GROUP_BLOCKS];                                                                            \
+        for (int b = 0; b < GROUP_BLOCKS; b++) row[b] = load_##NAME(s->lanes[i] + at + b * V * ITEM, V); \
+        through_logfmt(row);                                                                             \
+        for (int b = 0; b < GROUP_BLOCKS; b++) acc[b] += splat(s->weights[i]) * row[b];                  \
+      }                                                                                                  \
+      for (int g = 0, i = 0; g < s->num_groups; g++) {                                                   \
+        vf part[GROUP_BLOCKS] = {0};                                                                     \
+        for (; i < s->group_end[g]; i++)                                                                 \
+          for (int b = 0; b < GROUP_BLOCKS; b++)                                                         \
+            part[b] += splat(s->weights[i]) * load_##NAME(s->lanes[i] + at + b * V * ITEM, V);           \
+        for (int b = 0; b < GROUP_BLOCKS; b++) {                                                         \
+          char rounded[V * ITEM];                                                                        \
+          store_##NAME(rounded, part[b], V);                                                             \
+          part[b] = load_##NAME(rounded, V);                                                             \
+        }                                                                                                \
+        through_logfmt(part);                                                                            \
+        for (int b = 0; b < GROUP_BLOCKS; b++) acc[b] += part[b];                                        \
+      }                                                                                                  \
+      for (int b = 0; b < GROUP_BLOCKS; b++) store_##NAME(out + at + b * V * ITEM, acc[b], V);           \
+    }                                                                                                    \
+  }
+EPCY_DEFINE_SUM_LOGFMT(bf16, 2)
+EPCY_DEFINE_SUM_LOGFMT(fp16, 2)
+EPCY_DEFINE_SUM_LOGFMT(fp32, 4)
 
 ALWAYS vf load_any(const char *x, int dtype, int64_t j) {
   switch (dtype) {
@@ -213,4 +275,8 @@ static void stream_row(char *dst, const char *src, int64_t bytes) {
   memcpy(dst, src, (size_t)bytes);
 }
 
-const epcy_simd EPCY_SIMD_TABLE = {stream_row, {sum_bf16, sum_fp16, sum_fp32, NULL}, row_to_fp8, row_from_fp8};
+const epcy_simd EPCY_SIMD_TABLE = {stream_row,
+                                   {sum_bf16, sum_fp16, sum_fp32, NULL},
+                                   {sum_logfmt_bf16, sum_logfmt_fp16, sum_logfmt_fp32, NULL},
+                                   row_to_fp8,
+                                   row_from_fp8};
