@@ -25,10 +25,11 @@ cdef extern from "epcy/low_latency.h" nogil:
     const uint32_t EPCY_LOW_LATENCY_WEIGHTS
 
     ctypedef struct epcy_low_latency_wire:
-        int64_t num_lines, begin, bytes
+        int64_t begin, bytes
 
     ctypedef struct epcy_low_latency_handle:
         uint32_t *sent
+        int64_t *counts
 
     ctypedef struct epcy_low_latency_call:
         epcy_peers peers

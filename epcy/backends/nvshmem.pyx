@@ -30,7 +30,7 @@ from epcy.layout cimport EPCY_NUM_AREAS, epcy_heap_layout, epcy_num_local_expert
 from epcy.backends import bootstrap, symmetric, verdicts
 from epcy.backends.host import bound_exit
 from epcy.errors import (
-    BackendError, CapacityError, HeapError, NotSupportedError, PeerError,
+    ArgumentError, BackendError, CapacityError, HeapError, NotSupportedError, PeerError,
     PeerTimeoutError, StateError)
 from epcy.status import OPERATIONS
 
@@ -444,6 +444,12 @@ cdef class NvshmemBackend(Backend):
                                   <void *>stream), "staging x")
             c.x, c.x_stride_bytes = self.start + c.y_offset, c.row_bytes
         return 0
+
+    cdef int check_out(self, Array out) except -1:
+        if <uintptr_t>out.data % 16:
+            raise ArgumentError(f"out: expected memory that begins at a multiple of 16 bytes, got {<uintptr_t>out.data:#x}"
+                                f" (rank {self.rank}); give a whole array from cupy.empty")
+        return Backend.check_out(self, out)
 
     cdef int64_t offset_in_heap(self, Array array) noexcept:
         # Headers name places in steps of 128 bytes.

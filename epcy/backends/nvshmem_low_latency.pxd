@@ -32,7 +32,8 @@ cdef class CudaLowLatencyHandle(LowLatencyHandle):
 
     cdef epcy_low_latency_handle arrays
     cdef Block block
-    cdef LowLatencyNvshmemBackend backend
+    cdef int64_t num_local
+    cdef LowLatencyNvshmemBackend backend               # None once the Buffer is freed
     cdef CudaEvent event
 
 

@@ -18,6 +18,8 @@ from epcy.handle cimport Handle, LowLatencyHandle
 from epcy.layout cimport (
     epcy_low_latency_area_layout, epcy_num_local_experts, epcy_num_low_latency_rows)
 
+import numpy as np
+
 from epcy.backends.nvshmem import Foreign
 from epcy.errors import NotSupportedError, StateError
 from epcy.status import OPERATIONS
@@ -60,6 +62,15 @@ cdef class Block:
 
 
 cdef class CudaLowLatencyHandle(LowLatencyHandle):
+    cpdef object expert_counts(self):
+        import cupy
+        memory = cupy.cuda.UnownedMemory(<uintptr_t>self.arrays.counts, self.num_local * 8, self.block)
+        return cupy.ndarray((self.num_local,), np.int64, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+    @property
+    def num_recv_tokens(self):
+        return self.expert_counts().sum()
+
     def check(self):
         if self.event is not None:
             self.event.synchronize()
@@ -155,7 +166,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
 
     cdef CudaLowLatencyHandle make_low_latency_handle(self, LowLatencyDispatchCall call):
         cdef CudaLowLatencyHandle h = CudaLowLatencyHandle.__new__(CudaLowLatencyHandle)
-        h.block = self.blocks.take()
+        h.block, h.num_local = self.blocks.take(), epcy_num_local_experts(&self.shape)
         epcy_low_latency_handle_layout(&self.shape, <char *>h.block.at, &h.arrays)
         h.buffer_token, h.layout, h.num_tokens = self.token, "low_latency", call.x.shape[0]
         h.num_rows, h.expert_alignment, h.backend = self.low_latency.num_rows, 1, self
@@ -249,6 +260,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         cdef uint32_t header = OP_COMBINE | <uint32_t>call.x.kind << 3 | (<uint32_t>handle.epoch & 511) << 19
         if call.reduction:
             header |= EPCY_LOW_LATENCY_SOURCE
+        if call.use_logfmt:
+            header |= EPCY_LOW_LATENCY_LOGFMT
         if call.topk_weights is not None:
             header |= EPCY_LOW_LATENCY_WEIGHTS
         self.fill_rows(&c.call, call.x.kind, self.shape.hidden * call.x.item_bytes(), phases)
@@ -267,9 +280,6 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         cdef uintptr_t stream
         cdef uint64_t step
         cdef int previous = 0
-        if call.use_logfmt:
-            self.low_latency.leave_input(call)
-            raise NotSupportedError("use_logfmt: backend 'nvshmem' does not encode rows yet; leave it False")
         self.may_step(LOW_LATENCY_COMBINE)
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:

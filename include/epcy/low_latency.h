@@ -13,6 +13,8 @@
 #define EPCY_LINE_DATA 112                /* bytes of a row in a line */
 #define EPCY_PART_LINES 64                /* lines that one block sends or receives at a time */
 #define EPCY_PART_BYTES (64 * 112)        /* 56 groups of 128 FP8 elements: a group never lies in two parts */
+#define EPCY_LOGFMT_PIECE 512             /* bytes of a row that a warp encodes at a time */
+#define EPCY_LOGFMT_PIECE_LINES 5         /* room for them: in LogFMT 2 or 3 lines, more with groups that travel raw */
 #define EPCY_LOW_LATENCY_MAX_LOCAL 32766  /* local experts, so that a lane's place fits into 32 bits */
 #define EPCY_LOW_LATENCY_MAX_TOKENS 65535 /* M', likewise */
 #define EPCY_LOW_LATENCY_MAX_BLOCKS 1024  /* of a grid: each has a copy of the epoch */
@@ -37,10 +39,10 @@ typedef struct epcy_low_latency_wire {
   int64_t counts;  /* u64 [S][R][L]: (epoch, tokens of that rank for my local expert) */
   int64_t lanes;   /* u64 [S][R][M'][K][2]: (epoch, place), (epoch, weight) of each token of that rank */
   int64_t weights; /* u64 [S][R][M'][K]: (epoch, weight) given to a combine */
-  int64_t rows;    /* lines [S][R][M'][num_lines]: tokens of that rank */
-  int64_t sums; /* lines [S][num_slots][num_lines]: what comes back to this rank: slot (rank, token) or (token, lane) */
+  int64_t rows;    /* lines [S][R][M'][row_lines]: tokens of that rank */
+  int64_t sums; /* lines [S][num_slots][sum_lines]: what comes back to this rank: slot (rank, token) or (token, lane) */
   int64_t local; /* epcy_low_latency_local: nobody else touches it */
-  int64_t num_lines, num_slots, begin, bytes;
+  int64_t row_lines, sum_lines, num_slots, begin, bytes;
 } epcy_low_latency_wire;
 
 /* A rank's own state on the device, by kind. */
@@ -56,7 +58,8 @@ EPCY_INLINE epcy_low_latency_wire epcy_low_latency_wire_layout(const epcy_shape 
   epcy_low_latency_wire w;
   int64_t at = begin;
   w.begin = begin;
-  w.num_lines = (s->row_bytes + EPCY_LINE_DATA - 1) / EPCY_LINE_DATA;
+  w.row_lines = (s->row_bytes + EPCY_LINE_DATA - 1) / EPCY_LINE_DATA;
+  w.sum_lines = (s->row_bytes + EPCY_LOGFMT_PIECE - 1) / EPCY_LOGFMT_PIECE * EPCY_LOGFMT_PIECE_LINES;
   w.num_slots = M * (R > K ? R : K);
   w.headers = at, at = epcy_round_up(at + 2 * 2 * R * 2 * 8, EPCY_LINE_BYTES);
   w.acks = at, at = epcy_round_up(at + 2 * R * 8, EPCY_LINE_BYTES);
@@ -65,8 +68,8 @@ EPCY_INLINE epcy_low_latency_wire epcy_low_latency_wire_layout(const epcy_shape 
   w.lanes = at, at = epcy_round_up(at + 2 * R * M * K * 16, EPCY_LINE_BYTES);
   w.weights = at, at = epcy_round_up(at + 2 * R * M * K * 8, EPCY_LINE_BYTES);
   w.local = at, at = epcy_round_up(at + (int64_t)sizeof(epcy_low_latency_local), EPCY_LINE_BYTES);
-  w.rows = at, at += 2 * R * M * w.num_lines * EPCY_LINE_BYTES;
-  w.sums = at, at += 2 * w.num_slots * w.num_lines * EPCY_LINE_BYTES;
+  w.rows = at, at += 2 * R * M * w.row_lines * EPCY_LINE_BYTES;
+  w.sums = at, at += 2 * w.num_slots * w.sum_lines * EPCY_LINE_BYTES;
   w.bytes = M ? at - begin : 0;
   return w;
 }
@@ -80,6 +83,7 @@ typedef struct epcy_low_latency_handle {
   float *lane_weights; /* [M'][K]: my lanes' weights */
   int32_t *rows;       /* [R][M'][K]: the row here of a lane of that rank, or -1 */
   float *weights;      /* [R][M'][K]: its weight */
+  int64_t *counts;     /* [L]: as recv_count */
 } epcy_low_latency_handle;
 
 /* Bytes of a handle at `base`, and where its arrays lie. */
@@ -93,6 +97,7 @@ EPCY_INLINE int64_t epcy_low_latency_handle_layout(const epcy_shape *s, char *ba
   h->lane_weights = (float *)(base + at), at = epcy_round_up(at + lanes * 4, EPCY_LINE_BYTES);
   h->rows = (int32_t *)(base + at), at = epcy_round_up(at + R * lanes * 4, EPCY_LINE_BYTES);
   h->weights = (float *)(base + at), at = epcy_round_up(at + R * lanes * 4, EPCY_LINE_BYTES);
+  h->counts = (int64_t *)(base + at), at = epcy_round_up(at + epcy_num_local_experts(s) * 8, EPCY_LINE_BYTES);
   return at;
 }
 

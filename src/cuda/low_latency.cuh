@@ -72,10 +72,10 @@ struct LowLatency {
     return (uint64_t *)(p.base[on] + w.weights) + slot(from, token) * p.shape.num_topk;
   }
   EPCY_DEVICE uint4 *row(int on, int from, int token) const {
-    return (uint4 *)(p.base[on] + w.rows) + slot(from, token) * w.num_lines * 8;
+    return (uint4 *)(p.base[on] + w.rows) + slot(from, token) * w.row_lines * 8;
   }
   EPCY_DEVICE uint4 *sum(int on, int64_t of) const {
-    return (uint4 *)(p.base[on] + w.sums) + (set() * w.num_slots + of) * w.num_lines * 8;
+    return (uint4 *)(p.base[on] + w.sums) + (set() * w.num_slots + of) * w.sum_lines * 8;
   }
 
   // ---- waits that end

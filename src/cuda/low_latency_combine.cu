@@ -1,16 +1,17 @@
 // Low-latency combine: the experts' rows go back in lines, summed for each source rank first or row by row, and are
 // summed at home.
 //
-// Every warp works for itself: it sends four lines of each token, then receives the same four lines of its own tokens.
+// Every warp works for itself: it sends its part of each token's line, then receives the same part of its own tokens.
 // There is no barrier; what a warp sends comes before everything it waits for.
-#include "low_latency.cuh"
-#include "numeric.cuh"
+#include "row_format.cuh"
 
 namespace {
 
 constexpr int kRows = 8;  // rows whose loads are in flight together
 constexpr int kLooks = 4; // lines of a thread that are waited for together
 
+// Whether ranks give weights to this call: not whether this one has an array, which without tokens may be at no address.
+EPCY_DEVICE bool gives_weights(const epcy_low_latency_combine &a) { return a.call.header & EPCY_LOW_LATENCY_WEIGHTS; }
 EPCY_DEVICE uint4 nothing() { return make_uint4(0, 0, 0, 0); }
 
 template <int Dtype> struct Sum {
@@ -20,10 +21,11 @@ template <int Dtype> struct Sum {
 #pragma unroll
     for (int i = 0; i < kElements; i++) acc[i] = 0.0f;
   }
-  EPCY_DEVICE void add(const uint4 &v) { Vector<Dtype>::add(acc, v); }
-  EPCY_DEVICE void add(float weight, const uint4 &v) {
-    float x[kElements];
-    Vector<Dtype>::load(v, x);
+  EPCY_DEVICE void add(const float *x) {
+#pragma unroll
+    for (int i = 0; i < kElements; i++) acc[i] = __fadd_rn(acc[i], x[i]);
+  }
+  EPCY_DEVICE void add(float weight, const float *x) {
 #pragma unroll
     for (int i = 0; i < kElements; i++) acc[i] = __fadd_rn(acc[i], __fmul_rn(weight, x[i]));
   }
@@ -50,12 +52,13 @@ struct Lanes {
   }
 };
 
-EPCY_DEVICE uint4 load_row(const epcy_low_latency_combine &a, int row, const Seat &seat) {
-  return seat.has_data ? __ldg((const uint4 *)(a.x + row * a.call.row_bytes + seat.offset)) : nothing();
+template <typename Rows> EPCY_DEVICE uint4 load_row(const epcy_low_latency_combine &a, int row, const Rows &rows) {
+  return rows.has_data() ? __ldg((const uint4 *)(a.x + row * a.call.row_bytes + rows.offset())) : nothing();
 }
 
 // A whole warp: this rank's rows of a token, weighted, summed in the order of the lanes, and rounded.
-template <int Dtype> EPCY_DEVICE uint4 sum_rows(const epcy_low_latency_combine &a, const Lanes &l, const Seat &seat) {
+template <int Dtype, typename Rows>
+EPCY_DEVICE uint4 sum_rows(const epcy_low_latency_combine &a, const Lanes &l, const Rows &rows) {
   Sum<Dtype> sum;
   for (unsigned left = l.here; left;) {
     uint4 v[kRows];
@@ -63,13 +66,15 @@ template <int Dtype> EPCY_DEVICE uint4 sum_rows(const epcy_low_latency_combine &
 #pragma unroll
     for (int j = 0; j < kRows; j++) {
       const int row = __shfl_sync(~0u, l.row, next ? __ffs(next) - 1 : 0);
-      v[j] = next ? load_row(a, row, seat) : nothing();
+      v[j] = next ? load_row(a, row, rows) : nothing();
       next &= next - 1;
     }
 #pragma unroll
     for (int j = 0; j < kRows; j++)
       if (left) {
-        sum.add(__shfl_sync(~0u, l.weight, __ffs(left) - 1), v[j]);
+        float x[Sum<Dtype>::kElements];
+        Vector<Dtype>::load(v[j], x);
+        sum.add(__shfl_sync(~0u, l.weight, __ffs(left) - 1), x);
         left &= left - 1;
       }
   }
@@ -78,14 +83,14 @@ template <int Dtype> EPCY_DEVICE uint4 sum_rows(const epcy_low_latency_combine &
 
 // A whole warp: wait until units that were looked at are of this call: those of `wire`, a bit each. `again(j)` looks at
 // unit j. False: gave up.
-template <typename Again>
-EPCY_DEVICE bool wait_for_lines(const LowLatency &s, const Seat &seat, const uint4 *v, unsigned wire, Again again,
+template <typename Rows, typename Again>
+EPCY_DEVICE bool wait_for_lines(const LowLatency &s, const Rows &rows, const uint4 *v, unsigned wire, Again again,
                                 int peer) {
   Patience patience;
   for (;;) {
     unsigned mine = 0;
 #pragma unroll
-    for (int j = 0; j < kLooks; j++) mine |= wire >> j & 1 && seat.late(v[j], s.epoch) ? 1u << j : 0u;
+    for (int j = 0; j < kLooks; j++) mine |= wire >> j & 1 && rows.late(s, v[j]) ? 1u << j : 0u;
     const unsigned any = __reduce_or_sync(~0u, mine);
     if (!any) return true;
     if (patience.over(s, mine, peer, 0)) return false;
@@ -101,7 +106,7 @@ EPCY_DEVICE unsigned without_first(unsigned bits, int n) {
 }
 
 // ---- reduction="rank": a sum for each rank that holds rows of a token
-template <int Dtype> struct ByRank {
+template <int Dtype, typename Rows> struct ByRank {
   static constexpr uint32_t kHeader = 0;
   // Weights that are given to the combine go to their experts' ranks first: each warp's own tokens.
   EPCY_DEVICE static void send_weights(const LowLatency &s, const epcy_low_latency_combine &a) {
@@ -114,44 +119,43 @@ template <int Dtype> struct ByRank {
                    s.word(__float_as_uint(a.topk_weights[(int64_t)t * K + s.lane])));
     }
   }
-  // A whole warp: send its lines of a token of `source`. False: gave up.
+  // A whole warp: send its part of a token of `source`. False: gave up.
   EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, int source, int t,
-                               int part) {
-    if (a.topk_weights) {
+                               const Rows &rows) {
+    if (gives_weights(a)) {
       bool ok = true;
       if (l.here >> s.lane & 1)
         l.weight = __uint_as_float(s.wait(s.weights(s.me, source, t) + s.lane, EPCY_CUDA_COUNTS, source, &ok));
       if (!__all_sync(~0u, ok)) return false;
     }
-    const Seat seat(a.call, part);
-    uint4 v = sum_rows<Dtype>(a, l, seat);
-    if (seat.is_tail) v = tail(s.epoch, 0);
-    if (seat.line_is_real)
-      store_unit(s.sum(source, (int64_t)s.me * a.call.peers.shape.num_low_latency_tokens + t) + seat.at, v);
+    const uint4 v = sum_rows<Dtype>(a, l, rows);
+    rows.send(s, s.sum(source, (int64_t)s.me * a.call.peers.shape.num_low_latency_tokens + t), v);
     return true;
   }
-  // A whole warp: its lines of a token of this rank; `own` is this rank's sum if `keeps`. False: gave up.
+  // A whole warp: its part of a token of this rank; `own` is this rank's sum if `keeps`. False: gave up.
   EPCY_DEVICE static bool receive(const LowLatency &s, const epcy_low_latency_combine &a, unsigned ranks, int t,
-                                  const Seat &seat, bool keeps, const uint4 &own, uint4 *out) {
+                                  const Rows &rows, bool keeps, const uint4 &own, uint4 *out) {
     Sum<Dtype> sum;
     for (unsigned left = ranks; left; left = without_first(left, kLooks)) {
       uint4 v[kLooks];
       unsigned wire = 0;
-      auto look = [&](int j) { // at the line of rank j of those that are left
-        const int64_t from = __ffs(without_first(left, j)) - 1;
-        if (seat.line_is_real)
-          v[j] = load_unit(s.sum(s.me, from * a.call.peers.shape.num_low_latency_tokens + t) + seat.at);
-      };
+      auto from = [&](int j) { return __ffs(without_first(left, j)) - 1; }; // the j-th rank of those that are left
+      auto slot = [&](int j) { return s.sum(s.me, (int64_t)from(j) * a.call.peers.shape.num_low_latency_tokens + t); };
+      auto look = [&](int j) { rows.look(slot(j), &v[j]); };
 #pragma unroll
       for (int j = 0; j < kLooks; j++) {
-        const unsigned rest = without_first(left, j);
         v[j] = own;
-        if (rest && !(keeps && __ffs(rest) - 1 == s.me)) look(j), wire |= 1u << j;
+        if (from(j) >= 0 && !(keeps && from(j) == s.me)) look(j), wire |= 1u << j;
       }
-      if (!wait_for_lines(s, seat, v, wire, look, __ffs(without_first(left, wire & 1 ? 0 : 1)) - 1)) return false;
+      if (!wait_for_lines(s, rows, v, wire, look, from(wire & 1 ? 0 : 1))) return false;
 #pragma unroll
-      for (int j = 0; j < kLooks; j++)
-        if (without_first(left, j)) sum.add(v[j]);
+      for (int j = 0; j < kLooks; j++) {
+        if (from(j) < 0) continue;
+        float x[Sum<Dtype>::kElements];
+        if (!(wire >> j & 1)) rows.own_values(v[j], x);
+        else if (!rows.values(s, slot(j), v[j], from(j), x)) return false;
+        sum.add(x);
+      }
     }
     *out = sum.round();
     return true;
@@ -159,33 +163,30 @@ template <int Dtype> struct ByRank {
 };
 
 // ---- reduction="source": every row travels
-template <int Dtype> struct BySource {
+template <int Dtype, typename Rows> struct BySource {
   static constexpr uint32_t kHeader = EPCY_LOW_LATENCY_SOURCE;
   EPCY_DEVICE static void send_weights(const LowLatency &, const epcy_low_latency_combine &) {}
   EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &l, int source,
-                               int t, int part) {
-    const Seat seat(a.call, part);
+                               int t, const Rows &rows) {
     for (unsigned left = l.brings; left;) {
       uint4 v[kRows];
       unsigned next = left;
 #pragma unroll
       for (int j = 0; j < kRows; j++) {
         const int row = __shfl_sync(~0u, l.row, next ? __ffs(next) - 1 : 0);
-        v[j] = next ? load_row(a, row, seat) : nothing();
+        v[j] = next ? load_row(a, row, rows) : nothing();
         next &= next - 1;
       }
 #pragma unroll
       for (int j = 0; j < kRows; j++)
         if (left) {
-          const int64_t slot = (int64_t)t * a.call.peers.shape.num_topk + (__ffs(left) - 1);
+          rows.send(s, s.sum(source, (int64_t)t * a.call.peers.shape.num_topk + (__ffs(left) - 1)), v[j]);
           left &= left - 1;
-          if (seat.is_tail) v[j] = tail(s.epoch, 0);
-          if (seat.line_is_real) store_unit(s.sum(source, slot) + seat.at, v[j]);
         }
     }
     return true;
   }
-  EPCY_DEVICE static bool receive(const LowLatency &s, const epcy_low_latency_combine &a, int t, const Seat &seat,
+  EPCY_DEVICE static bool receive(const LowLatency &s, const epcy_low_latency_combine &a, int t, const Rows &rows,
                                   bool keeps, const Lanes &own, uint4 *out) {
     const int K = (int)a.call.peers.shape.num_topk;
     const int64_t at = (int64_t)t * K + s.lane;
@@ -193,7 +194,7 @@ template <int Dtype> struct BySource {
     float weight = 0.0f;
     if (s.lane < K) {
       lane = a.call.handle.lanes[at];
-      weight = a.topk_weights ? a.topk_weights[at] : a.call.handle.lane_weights[at];
+      weight = gives_weights(a) ? a.topk_weights[at] : a.call.handle.lane_weights[at];
     }
     const bool used = lane != kNowhere && (int)(lane >> 8) < K;
     const unsigned mine = __ballot_sync(~0u, used && keeps && (int)(lane & 255) == s.me);
@@ -201,25 +202,27 @@ template <int Dtype> struct BySource {
     for (unsigned left = __ballot_sync(~0u, used); left; left = without_first(left, kLooks)) {
       uint4 v[kLooks];
       unsigned wire = 0;
-      auto look = [&](int j) { // at the row of lane j of those that are left
-        const int first = __shfl_sync(~0u, lane, __ffs(without_first(left, j)) - 1) >> 8;
-        if (seat.line_is_real) v[j] = load_unit(s.sum(s.me, (int64_t)t * K + first) + seat.at);
-      };
+      auto which = [&](int j) { return __ffs(without_first(left, j)) - 1; }; // the j-th lane of those that are left
+      auto slot = [&](int j) { return s.sum(s.me, (int64_t)t * K + (__shfl_sync(~0u, lane, which(j)) >> 8)); };
+      auto look = [&](int j) { rows.look(slot(j), &v[j]); };
 #pragma unroll
       for (int j = 0; j < kLooks; j++) {
-        const unsigned rest = without_first(left, j);
+        const int k = which(j);
         v[j] = nothing();
-        if (!rest) continue;
-        const int k = __ffs(rest) - 1;
+        if (k < 0) continue;
         const int row = __shfl_sync(~0u, own.row, k);
         if (!(mine >> k & 1)) look(j), wire |= 1u << j;
-        else if (own.here >> k & 1) v[j] = load_row(a, row, seat);
+        else if (own.here >> k & 1) v[j] = load_row(a, row, rows);
       }
-      if (!wait_for_lines(s, seat, v, wire, look, __shfl_sync(~0u, lane, __ffs(left) - 1) & 255)) return false;
+      if (!wait_for_lines(s, rows, v, wire, look, __shfl_sync(~0u, lane, which(0)) & 255)) return false;
 #pragma unroll
       for (int j = 0; j < kLooks; j++) {
-        const unsigned rest = without_first(left, j);
-        if (rest) sum.add(__shfl_sync(~0u, weight, __ffs(rest) - 1), v[j]);
+        const int k = which(j);
+        if (k < 0) continue;
+        float x[Sum<Dtype>::kElements];
+        if (!(wire >> j & 1)) rows.own_values(v[j], x);
+        else if (!rows.values(s, slot(j), v[j], __shfl_sync(~0u, lane, k) & 255, x)) return false;
+        sum.add(__shfl_sync(~0u, weight, k), x);
       }
     }
     *out = sum.round();
@@ -240,9 +243,11 @@ struct Sources {
   }
 };
 
-template <int Dtype, template <int> class Reduction>
+template <int Dtype, template <int> class Format, template <int, typename> class Reduction>
 __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_constant__ epcy_low_latency_combine a) {
-  using By = Reduction<Dtype>;
+  using Rows = Format<Dtype>;
+  using By = Reduction<Dtype, Rows>;
+  __shared__ typename Rows::Shared shared;
   constexpr bool by_source = By::kHeader != 0;
   const epcy_low_latency_call &c = a.call;
   const int lane = threadIdx.x & 31, b = blockIdx.x, G = gridDim.x, P = c.num_parts, R = (int)c.peers.shape.num_ranks;
@@ -253,6 +258,7 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
 
   const LowLatency s(c.peers, c.wire, EPCY_LOW_LATENCY_COMBINE, sends ? nullptr : c.sent);
   int verdict = EPCY_VERDICT_OK, ignored;
+  Rows::prepare(shared);
   if (sends) {
     const uint64_t acks = s.look_for_acks();
     const int tokens = lane < R ? c.handle.tokens[lane] : 0;
@@ -262,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
     if (first_warp) s.acknowledge();
     if (!s.wait_for_acks(acks)) verdict = EPCY_VERDICT_BROKEN;
     else if (first_warp) s.announce(c.num_tokens, c.header);
-    if (!by_source && a.topk_weights && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
+    if (!by_source && gives_weights(a) && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
       By::send_weights(s, a);
       verdict = s.gather(c.header, c.num_tokens, &ignored);
     }
@@ -274,7 +280,7 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
       if (at.item < room) ahead.load(a, at.source, at.item / P);
       if (item >= __shfl_sync(~0u, tokens, source) * P) continue;
       l.split(c);
-      if (l.here && !By::send(s, a, l, source, item / P, item % P)) verdict = EPCY_VERDICT_BROKEN;
+      if (l.here && !By::send(s, a, l, source, item / P, Rows(c, item % P, shared))) verdict = EPCY_VERDICT_BROKEN;
     }
   } else if (s.broken()) {
     return;
@@ -286,15 +292,15 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
     for (int item = b; item < items || (!gathered && first_warp); item += G) {
       const bool real = item < items;
       const int t = real ? item / P : 0;
-      const Seat seat(c, item % P);
+      const Rows rows(c, item % P, shared);
       const unsigned ranks = real ? c.handle.ranks[t] & (0xFFFFFFFFu >> (32 - R)) : 0;
       uint4 own = nothing();
       Lanes l(a, s.me, t);
       l.split(c);
       if (!by_source && keeps && ranks >> s.me & 1) {
-        if (a.topk_weights && lane < (int)c.peers.shape.num_topk)
+        if (gives_weights(a) && lane < (int)c.peers.shape.num_topk)
           l.weight = a.topk_weights[(int64_t)t * c.peers.shape.num_topk + lane];
-        own = sum_rows<Dtype>(a, l, seat);
+        own = sum_rows<Dtype>(a, l, rows);
       }
       if (!gathered) {
         verdict = s.gather(c.header, c.num_tokens, &ignored);
@@ -305,19 +311,25 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
       if (!real) break;
       uint4 out = nothing();
       bool ok;
-      if constexpr (by_source) ok = !ranks || By::receive(s, a, t, seat, keeps, l, &out);
-      else ok = By::receive(s, a, ranks, t, seat, keeps, own, &out);
+      if constexpr (by_source) ok = !ranks || By::receive(s, a, t, rows, keeps, l, &out);
+      else ok = By::receive(s, a, ranks, t, rows, keeps, own, &out);
       if (!ok) break;
-      if (seat.has_data) *(uint4 *)(a.out + t * c.row_bytes + seat.offset) = out;
+      if (rows.has_data()) *(uint4 *)(a.out + t * c.row_bytes + rows.offset()) = out;
     }
   }
   s.leave(c.phases, c.sent);
 }
 
-template <template <int> class Reduction> auto kernel_of(int dtype) {
-  return dtype == kBf16   ? combine_tokens<kBf16, Reduction>
-         : dtype == kFp16 ? combine_tokens<kFp16, Reduction>
-                          : combine_tokens<kFp32, Reduction>;
+template <template <int> class Format, template <int, typename> class Reduction> auto kernel_of(int dtype) {
+  return dtype == kBf16   ? combine_tokens<kBf16, Format, Reduction>
+         : dtype == kFp16 ? combine_tokens<kFp16, Format, Reduction>
+                          : combine_tokens<kFp32, Format, Reduction>;
+}
+auto kernel_of(int dtype, uint32_t header) {
+  const bool by_source = header & EPCY_LOW_LATENCY_SOURCE;
+  if (header & EPCY_LOW_LATENCY_LOGFMT)
+    return by_source ? kernel_of<LogRows, BySource>(dtype) : kernel_of<LogRows, ByRank>(dtype);
+  return by_source ? kernel_of<PlainRows, BySource>(dtype) : kernel_of<PlainRows, ByRank>(dtype);
 }
 
 } // namespace
@@ -325,15 +337,12 @@ template <template <int> class Reduction> auto kernel_of(int dtype) {
 extern "C" int epcy_cuda_low_latency_combine_blocks(const epcy_shape *, int *blocks) {
   *blocks = EPCY_LOW_LATENCY_MAX_BLOCKS;
   int error = 0;
-  for (int dtype = kBf16; dtype <= kFp32 && !error; dtype++) {
-    error = resident_blocks(kernel_of<ByRank>(dtype), 0, blocks);
-    if (!error) error = resident_blocks(kernel_of<BySource>(dtype), 0, blocks);
-  }
+  for (int i = 0; i < 12 && !error; i++)
+    error = resident_blocks(
+        kernel_of(i / 4, (i & 1 ? EPCY_LOW_LATENCY_SOURCE : 0) | (i & 2 ? EPCY_LOW_LATENCY_LOGFMT : 0)), 0, blocks);
   return error;
 }
 
 extern "C" int epcy_cuda_launch_low_latency_combine(const epcy_low_latency_combine *a, void *stream) {
-  const auto kernel =
-      a->call.header & EPCY_LOW_LATENCY_SOURCE ? kernel_of<BySource>(a->call.dtype) : kernel_of<ByRank>(a->call.dtype);
-  return launch_together(kernel, low_latency_grid(a->call), kThreads, 0, stream, *a);
+  return launch_together(kernel_of(a->call.dtype, a->call.header), low_latency_grid(a->call), kThreads, 0, stream, *a);
 }

@@ -146,7 +146,7 @@ EPCY_DEVICE void forget(const epcy_low_latency_dispatch &a) {
   if (blockIdx.x == 0 && (int)threadIdx.x < (int)a.call.peers.shape.num_ranks) a.call.handle.tokens[threadIdx.x] = 0;
   for (int i = blockIdx.x; threadIdx.x == 0 && i < a.call.num_tokens * a.call.num_parts; i += G)
     if (i % a.call.num_parts == 0) a.call.handle.ranks[i / a.call.num_parts] = 0;
-  for (int e = blockIdx.x + threadIdx.x * G; e < L; e += kThreads * G) a.recv_count[e] = 0;
+  for (int e = blockIdx.x + threadIdx.x * G; e < L; e += kThreads * G) a.recv_count[e] = a.call.handle.counts[e] = 0;
 }
 
 template <int From>
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
       for (int e = b + q * G; e < L; e += kThreads * G) {
         int sum = 0;
         for (int r = 0; r < R; r++) sum += counts[r * L + e];
-        a.recv_count[e] = sum;
+        a.recv_count[e] = c.handle.counts[e] = sum;
         if (a.stats && a.stats_is_int64) ((int64_t *)a.stats)[e] += sum;
         else if (a.stats) ((int32_t *)a.stats)[e] += sum;
       }
