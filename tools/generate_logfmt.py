@@ -39,8 +39,8 @@ TEXT = """\
 
 /* uint32_t [32]: mantissa bits of 2^(i/32) */
 #define EPCY_LOGFMT_MANTISSAS {{ {mantissas} }}
-/* uint32_t [64]: by the upper 6 mantissa bits of a number; above bit 18 the index, 0..32, where the bin begins, below it
- * the lower 17 mantissa bits from which on the next index counts (2^17: it does not) */
+/* uint32_t [64], by the upper 6 mantissa bits of a number: from bit 18 the index, 0..32, where the bin begins; below
+ * it the lower 17 mantissa bits from which on the next index counts (2^17: it does not) */
 #define EPCY_LOGFMT_BINS {{ {bins} }}
 
 /* The index, 0..32, in its octave of the float32 with bits u. */
@@ -77,7 +77,8 @@ def text() -> str:
         even_above = (ONE + i + 1) % 2 == 0
         reaches.append(middle - one + (not even_above))
     inside = [[r & 0x1FFFF for r in reaches if r >> 17 == b] for b in range(64)]
-    assert all(len(found) < 2 for found in inside)
+    if any(len(found) > 1 for found in inside):
+        raise ValueError("a bin holds two thresholds")
     firsts = [sum(r >> 17 < b for r in reaches) for b in range(64)]
     bins = [first << 18 | (found or [1 << 17])[0] for first, found in zip(firsts, inside, strict=True)]
     bits = TABLE.view("u4").tolist()

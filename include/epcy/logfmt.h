@@ -29,8 +29,8 @@
     0x49b9beu, 0x4e248cu, 0x52a81eu, 0x5744fdu, 0x5bfbb8u, 0x60ccdfu, 0x65b907u, 0x6ac0c7u, 0x6fe4bau, 0x75257du, \
     0x7a83b3u \
   }
-/* uint32_t [64]: by the upper 6 mantissa bits of a number; above bit 18 the index, 0..32, where the bin begins, below it
- * the lower 17 mantissa bits from which on the next index counts (2^17: it does not) */
+/* uint32_t [64], by the upper 6 mantissa bits of a number: from bit 18 the index, 0..32, where the bin begins; below
+ * it the lower 17 mantissa bits from which on the next index counts (2^17: it does not) */
 #define EPCY_LOGFMT_BINS \
   { \
     0x166c4u, 0x60000u, 0x43c26u, 0x92169u, 0xe0000u, 0xc16e9u, 0x111cfeu, 0x160000u, 0x143407u, 0x195c62u, 0x1e0000u, \

@@ -25,6 +25,15 @@ typedef uint8_t vb __attribute__((vector_size(V)));
 ALWAYS vu bits(vf x) { return (vu)x; }
 ALWAYS vf splat(float x) { return x - (vf){0}; }
 ALWAYS vu pick(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
+#if defined(__AVX512F__)
+ALWAYS uint32_t largest(vu x) { return _mm512_reduce_max_epu32((__m512i)x); }
+#else
+ALWAYS uint32_t largest(vu x) {
+  uint32_t most = 0;
+  for (int i = 0; i < V; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+#endif
 ALWAYS vu magnitude(vf x) { return bits(x) & 0x7FFFFFFFu; }
 ALWAYS vi is_nan(vf x) { return (vi)(magnitude(x) > 0x7F800000u); }
 
@@ -178,9 +187,8 @@ ALWAYS vu logfmt_values(vu u) {
 ALWAYS void through_logfmt(vf *row) {
   vu top = {0};
   for (int b = 0; b < GROUP_BLOCKS; b++) top = pick((vi)(magnitude(row[b]) > top), magnitude(row[b]), top);
-  uint32_t exponent = 1u << 23; /* that of subnormals */
-  for (int i = 0; i < V; i++) exponent = top[i] > exponent ? top[i] : exponent;
-  exponent >>= 23;
+  uint32_t exponent = largest(top) >> 23;
+  if (exponent == 0) exponent = 1; /* subnormals */
   if (exponent >= EPCY_LOGFMT_FIRST_RAW) return;
   const vf down = (vf)((vu){0} + ((254u - exponent) << 23)), up = (vf)((vu){0} + (exponent << 23));
   for (int b = 0; b < GROUP_BLOCKS; b++) {
@@ -247,8 +255,8 @@ static void row_to_fp8(const char *x, int dtype, int64_t hidden, int power_of_tw
       const vu u = magnitude(load_any(x, dtype, j));
       top = pick((vi)(u > top), u, top);
     }
-    uint32_t most = 0x38D1B717u; /* 1e-4f */
-    for (int i = 0; i < V; i++) most = top[i] > most ? top[i] : most;
+    uint32_t most = largest(top);
+    if (most < 0x38D1B717u) most = 0x38D1B717u; /* 1e-4f */
     if (most > 0x7F800000u) most = 0x7FC00000u;
     float amax;
     memcpy(&amax, &most, 4);
