@@ -34,7 +34,7 @@ MANTISSAS = _mantissas()
 
 def _table() -> Array:
     octave, index = np.divmod(np.arange(NUM_CODES) - ONE, CODES_PER_OCTAVE)
-    table = np.ldexp(np.array(MANTISSAS, np.float32)[index], octave - 23)
+    table: Array = np.ldexp(np.array(MANTISSAS, np.float32)[index], octave - 23)
     table[0] = 0
     return table
 

@@ -18,7 +18,7 @@ TEXT = """\
  *
  * A group of 128 elements has the exponent e of its largest magnitude; an element is a sign and a code c of 9 bits that
  * stands for T[c] * 2^e, T[0] = 0, T[c] = 2^((c - 479) / 32) as float32. With 32 codes an octave the table repeats, so
- * that 33 mantissas hold it, and so that one comparison finds a code: of 64 bins of an octave none holds more than one
+ * that 32 mantissas hold it, and so that one comparison finds a code: of 64 bins of an octave none holds more than one
  * threshold. The arrays are macros, so that gcc and nvcc each put them where they like. */
 /* clang-format off */
 #ifndef EPCY_LOGFMT_H
@@ -37,24 +37,23 @@ TEXT = """\
 #define EPCY_LOGFMT_ZERO {zero:#010x}u /* bits of T[1] / 2: up to here the code is 0 */
 #define EPCY_LOGFMT_LEAST {least:#010x}u /* bits of T[1] */
 
-/* uint32_t [33]: bits of 2^(i/32) less those of 1.0 */
+/* uint32_t [32]: mantissa bits of 2^(i/32) */
 #define EPCY_LOGFMT_MANTISSAS {{ {mantissas} }}
-/* uint32_t [64]: mantissa bits from which on the bin's second index counts; all ones: there is none */
-#define EPCY_LOGFMT_REACHES {{ {reaches} }}
-/* uint32_t [64]: the index, 0..32, where the bin begins */
-#define EPCY_LOGFMT_FIRSTS {{ {firsts} }}
+/* uint32_t [64], by the upper 6 mantissa bits of a number: from bit 18 the index, 0..32, where the bin begins; below
+ * it the lower 17 mantissa bits from which on the next index counts (2^17: it does not) */
+#define EPCY_LOGFMT_BINS {{ {bins} }}
 
-/* The index in its octave of the float32 with bits u. */
-EPCY_INLINE uint32_t epcy_logfmt_index(uint32_t u, const uint32_t *reaches, const uint32_t *firsts) {{
-  const uint32_t mantissa = u & 0x7FFFFFu, bin = mantissa >> 17;
-  return firsts[bin] + (mantissa >= reaches[bin]);
+/* The index, 0..32, in its octave of the float32 with bits u. */
+EPCY_INLINE uint32_t epcy_logfmt_index(uint32_t u, const uint32_t *bins) {{
+  const uint32_t bin = bins[(u >> 17) & 63u];
+  return (bin >> 18) + ((u & 0x1FFFFu) >= (bin & 0x3FFFFu));
 }}
 
 /* The code of |x| * 2^-e, given its bits; below 2. */
-EPCY_INLINE uint32_t epcy_logfmt_code(uint32_t u, const uint32_t *reaches, const uint32_t *firsts) {{
+EPCY_INLINE uint32_t epcy_logfmt_code(uint32_t u, const uint32_t *bins) {{
   if (u <= EPCY_LOGFMT_ZERO) return 0;
   if (u <= EPCY_LOGFMT_LEAST) return 1;
-  return ((u >> 23) - 127u) * 32u + EPCY_LOGFMT_ONE + epcy_logfmt_index(u, reaches, firsts);
+  return ((u >> 23) - 127u) * 32u + EPCY_LOGFMT_ONE + epcy_logfmt_index(u, bins);
 }}
 
 /* Bits of T[code]. */
@@ -77,17 +76,18 @@ def text() -> str:
         middle = both // 2 + (both % 2 and both // 2 % 2)  # to nearest even, as float32 rounds it
         even_above = (ONE + i + 1) % 2 == 0
         reaches.append(middle - one + (not even_above))
-    bins = [[r for r in reaches if r >> 17 == b] for b in range(64)]
-    assert all(len(found) < 2 for found in bins)
+    inside = [[r & 0x1FFFF for r in reaches if r >> 17 == b] for b in range(64)]
+    if any(len(found) > 1 for found in inside):
+        raise ValueError("a bin holds two thresholds")
     firsts = [sum(r >> 17 < b for r in reaches) for b in range(64)]
+    bins = [first << 18 | (found or [1 << 17])[0] for first, found in zip(firsts, inside, strict=True)]
     bits = TABLE.view("u4").tolist()
     return TEXT.format(
         one=ONE,
         zero=bits[1] - one,
         least=bits[1],
-        mantissas=", ".join(f"{m - one:#x}u" for m in MANTISSAS),
-        reaches=", ".join(f"{(found or [0xFFFFFFFF])[0]:#x}u" for found in bins),
-        firsts=", ".join(map(str, firsts)),
+        mantissas=", ".join(f"{m - one:#x}u" for m in MANTISSAS[:-1]),
+        bins=", ".join(f"{b:#x}u" for b in bins),
     )
 
 

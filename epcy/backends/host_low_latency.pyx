@@ -239,7 +239,8 @@ cdef class HostLowLatencyBackend(HostBackend):
 
     cdef int stage_rows(self, LowLatencyCombineCall call, HostLowLatencyHandle handle) except -1:
         """Copy the experts' rows into the combine area: of each expert those that came."""
-        cdef int64_t row_bytes = self.h.shape.hidden * call.x.item_bytes(), expert_bytes = call.x.shape[1] * row_bytes, e
+        cdef int64_t row_bytes = self.h.shape.hidden * call.x.item_bytes(), e
+        cdef int64_t expert_bytes = call.x.shape[1] * row_bytes
         cdef char *area = self.low_latency.inputs_at[call.area]
         self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_RECEIVED_COMBINE, self.input_epochs[call.area])
         with nogil:

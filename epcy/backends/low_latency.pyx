@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False
-"""What the backends share of the low-latency mode: areas in turn, combine inputs given out, calls and hooks in order."""
+"""What the backends share of the low-latency mode: areas in turn, combine areas given out, calls and hooks in order."""
 
 from libc.stdint cimport int64_t, uint64_t
 

@@ -25,6 +25,15 @@ typedef uint8_t vb __attribute__((vector_size(V)));
 ALWAYS vu bits(vf x) { return (vu)x; }
 ALWAYS vf splat(float x) { return x - (vf){0}; }
 ALWAYS vu pick(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
+#if defined(__AVX512F__)
+ALWAYS uint32_t largest(vu x) { return _mm512_reduce_max_epu32((__m512i)x); }
+#else
+ALWAYS uint32_t largest(vu x) {
+  uint32_t most = 0;
+  for (int i = 0; i < V; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+#endif
 ALWAYS vu magnitude(vf x) { return bits(x) & 0x7FFFFFFFu; }
 ALWAYS vi is_nan(vf x) { return (vi)(magnitude(x) > 0x7F800000u); }
 
@@ -134,33 +143,57 @@ EPCY_DEFINE_SUM(bf16, 2)
 EPCY_DEFINE_SUM(fp16, 2)
 EPCY_DEFINE_SUM(fp32, 4)
 
-static const uint32_t logfmt_mantissas[] = EPCY_LOGFMT_MANTISSAS, logfmt_reaches[] = EPCY_LOGFMT_REACHES,
-                      logfmt_firsts[] = EPCY_LOGFMT_FIRSTS;
 enum { GROUP_BLOCKS = EPCY_LOGFMT_GROUP / V };
+static const uint32_t logfmt_mantissas[32] = EPCY_LOGFMT_MANTISSAS, logfmt_bins[64] = EPCY_LOGFMT_BINS;
+
+/* Look up in a table of 32 or 64 words; indices beyond it count modulo its size. */
+#if defined(__AVX512F__)
+ALWAYS vu look_up_32(const uint32_t *table, vu at) {
+  return (vu)_mm512_permutex2var_epi32(_mm512_loadu_si512(table), (__m512i)at, _mm512_loadu_si512(table + V));
+}
+ALWAYS vu look_up_64(const uint32_t *table, vu at) {
+  return pick((vi)((at & 32u) != 0), look_up_32(table + 32, at), look_up_32(table, at));
+}
+#else
+ALWAYS vu look_up(const uint32_t *table, vu at) {
+  union {
+    vu whole;
+    uint32_t one[V];
+#if defined(__AVX2__)
+    __m256i half[2];
+#endif
+  } u = {at};
+#if defined(__AVX2__)
+  for (int i = 0; i < 2; i++) u.half[i] = _mm256_i32gather_epi32((const int *)table, u.half[i], 4);
+#else
+  for (int i = 0; i < V; i++) u.one[i] = table[u.one[i]];
+#endif
+  return u.whole;
+}
+ALWAYS vu look_up_32(const uint32_t *table, vu at) { return look_up(table, at & 31u); }
+ALWAYS vu look_up_64(const uint32_t *table, vu at) { return look_up(table, at & 63u); }
+#endif
+
+/* What the codes of |x| * 2^-e, given as bits, stand for. */
+ALWAYS vu logfmt_values(vu u) {
+  const vu bin = look_up_64(logfmt_bins, u >> 17);
+  const vu index = (bin >> 18) - (vu)((u & 0x1FFFFu) >= (bin & 0x3FFFFu)); /* true is -1 */
+  const vu value = (u & 0x7F800000u) + look_up_32(logfmt_mantissas, index) + ((index >> 5) << 23);
+  const vu least = (vu){0} + EPCY_LOGFMT_LEAST;
+  return pick((vi)(u > EPCY_LOGFMT_ZERO), pick((vi)(u > EPCY_LOGFMT_LEAST), value, least), (vu){0});
+}
 
 /* What a group of a row is after its way in LogFMT: each element the float32 that its code stands for. */
 ALWAYS void through_logfmt(vf *row) {
   vu top = {0};
   for (int b = 0; b < GROUP_BLOCKS; b++) top = pick((vi)(magnitude(row[b]) > top), magnitude(row[b]), top);
-  uint32_t exponent = 1u << 23; /* that of subnormals */
-  for (int i = 0; i < V; i++) exponent = top[i] > exponent ? top[i] : exponent;
-  exponent >>= 23;
+  uint32_t exponent = largest(top) >> 23;
+  if (exponent == 0) exponent = 1; /* subnormals */
   if (exponent >= EPCY_LOGFMT_FIRST_RAW) return;
   const vf down = (vf)((vu){0} + ((254u - exponent) << 23)), up = (vf)((vu){0} + (exponent << 23));
-  uint32_t u[EPCY_LOGFMT_GROUP];
   for (int b = 0; b < GROUP_BLOCKS; b++) {
-    const vf scaled = (vf)magnitude(row[b]) * down;
-    memcpy(u + b * V, &scaled, sizeof scaled);
-  }
-  for (int i = 0; i < EPCY_LOGFMT_GROUP; i++) {
-    const uint32_t index = epcy_logfmt_index(u[i], logfmt_reaches, logfmt_firsts);
-    const uint32_t value = (u[i] & 0x7F800000u) + logfmt_mantissas[index];
-    u[i] = u[i] <= EPCY_LOGFMT_ZERO ? 0u : u[i] <= EPCY_LOGFMT_LEAST ? EPCY_LOGFMT_LEAST : value;
-  }
-  for (int b = 0; b < GROUP_BLOCKS; b++) {
-    vf value;
-    memcpy(&value, u + b * V, sizeof value);
-    row[b] = (vf)(bits(value * up) | (bits(row[b]) & 0x80000000u));
+    const vu value = logfmt_values(bits((vf)magnitude(row[b]) * down));
+    row[b] = (vf)(bits((vf)value * up) | (bits(row[b]) & 0x80000000u));
   }
 }
 
@@ -222,8 +255,8 @@ static void row_to_fp8(const char *x, int dtype, int64_t hidden, int power_of_tw
       const vu u = magnitude(load_any(x, dtype, j));
       top = pick((vi)(u > top), u, top);
     }
-    uint32_t most = 0x38D1B717u; /* 1e-4f */
-    for (int i = 0; i < V; i++) most = top[i] > most ? top[i] : most;
+    uint32_t most = largest(top);
+    if (most < 0x38D1B717u) most = 0x38D1B717u; /* 1e-4f */
     if (most > 0x7F800000u) most = 0x7FC00000u;
     float amax;
     memcpy(&amax, &most, 4);

@@ -56,11 +56,15 @@ def check_dispatch(
     return handle, routing
 
 
-def expert_rows(buf: Any, routing: reference.Routing, seed: int, dtype: str, special: bool = False) -> list[Any]:
+def expert_rows(
+    buf: Any, routing: reference.Routing, seed: int, dtype: str, special: bool = False
+) -> list[Any]:
     """What the experts of all ranks give back, one entry a rank; rows that nobody reads hold NaN."""
     rng, out = np.random.default_rng([seed, 7]), []
     for rank in range(buf.size):
-        y = np.full((buf.num_local_experts, buf.size * most_tokens(buf), buf.options["hidden"]), np.nan, DTYPES[dtype])
+        y = np.full(
+            (buf.num_local_experts, buf.size * most_tokens(buf), buf.options["hidden"]), np.nan, DTYPES[dtype]
+        )
         for expert, count in enumerate(routing.num_tokens_per_expert[rank]):
             y[expert, :count] = draw_rows(rng, count, y.shape[2], dtype, special)
         out.append(y)
@@ -102,7 +106,9 @@ def check_combine(
     if hook:
         call_hook()
     applied = dispatched if weights is None else weights
-    assert_bits(combined_x, reference.low_latency_combine(ys, routing, applied, **options)[buf.rank], "combined_x")
+    assert_bits(
+        combined_x, reference.low_latency_combine(ys, routing, applied, **options)[buf.rank], "combined_x"
+    )
     return combined_x
 
 

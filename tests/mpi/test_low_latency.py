@@ -49,7 +49,9 @@ def test_combine(comm, make, reduction, use_logfmt, dtype):
     buf = make(num_topk=4, dtype="float32")
     size = {"num_experts": 4 * comm.size, "num_topk": 4}
     here = draw(99, comm.size, unequal(comm.size), special=True, **size).weights
-    for seed, (at_dispatch, at_combine, special) in enumerate(product((False, True), (False, True), (False, True))):
+    for seed, (at_dispatch, at_combine, special) in enumerate(
+        product((False, True), (False, True), (False, True))
+    ):
         sent = draw(seed, comm.size, unequal(comm.size), weights=at_dispatch, **size)
         handle, routing = check_dispatch(buf, sent)
         check_combine(
@@ -64,7 +66,9 @@ def test_unused_lanes_of_weights_given_here(comm, make):
     sent = draw(2, comm.size, 9, num_experts=4 * comm.size, unused=0.5)
     handle, routing = check_dispatch(buf, Sent(sent.xs, sent.idxs, None), use_fp8=False)
     for reduction in ("rank", "source"):
-        z = check_combine(buf, handle, routing, 2, weights=sent.weights, reduction=reduction, idx=mine(buf, sent)[1])
+        z = check_combine(
+            buf, handle, routing, 2, weights=sent.weights, reduction=reduction, idx=mine(buf, sent)[1]
+        )
         assert np.isfinite(to_host(z).astype(np.float32)).all()
 
 
@@ -155,7 +159,9 @@ def test_c1_a_rank_with_nothing(comm, make):
         handle, routing = check_dispatch(buf, sent, use_fp8=round_number % 2 == 0)
         counts = [8, 8, 0, 0] if buf.rank == sender else [0] * 4
         assert host_list(handle.num_tokens_per_expert) == counts
-        z = check_combine(buf, handle, routing, 1, dispatched=sent.weights, reduction=("rank", "source")[sender])
+        z = check_combine(
+            buf, handle, routing, 1, dispatched=sent.weights, reduction=("rank", "source")[sender]
+        )
         assert z.shape == (tokens[buf.rank], 512)
 
 
@@ -175,7 +181,14 @@ def test_c2_unused_lanes(comm, make):
     for reduction, use_logfmt in product(("rank", "source"), (False, True)):
         out[...] = np.nan
         check_combine(
-            buf, handle, routing, 8, dispatched=sent.weights, out=out, reduction=reduction, use_logfmt=use_logfmt
+            buf,
+            handle,
+            routing,
+            8,
+            dispatched=sent.weights,
+            out=out,
+            reduction=reduction,
+            use_logfmt=use_logfmt,
         )
         assert not np.any(to_host(out).view(np.uint16))
     sent = draw(9, comm.size, 7, num_experts=4 * comm.size, unused=0.0)
@@ -219,14 +232,19 @@ def test_c8_shapes_change_on_one_job(comm, make):
         buf = make(num_max_tokens_per_rank=most, hidden=hidden, num_experts=experts)
         sent = draw(turn, comm.size, [most, 1, most // 2][turn % 3], num_experts=experts, hidden=hidden)
         handle, routing = check_dispatch(buf, sent)
-        check_combine(buf, handle, routing, turn, dispatched=sent.weights, reduction=("rank", "source")[turn % 2])
+        check_combine(
+            buf, handle, routing, turn, dispatched=sent.weights, reduction=("rank", "source")[turn % 2]
+        )
         buf.free()
 
 
 @pytest.mark.parametrize("num_tokens", [600, 1024])
 def test_c12_all_to_one_expert(comm, make, num_tokens):
     buf = make(
-        num_max_tokens_per_rank=num_tokens, num_max_low_latency_tokens_per_rank=num_tokens, hidden=128, num_topk=1
+        num_max_tokens_per_rank=num_tokens,
+        num_max_low_latency_tokens_per_rank=num_tokens,
+        hidden=128,
+        num_topk=1,
     )
     for tokens in (num_tokens, [num_tokens if rank == 0 else num_tokens // 100 for rank in range(comm.size)]):
         sent = draw(1, comm.size, tokens, num_experts=4 * comm.size, hidden=128, num_topk=1, unused=0.0)
@@ -299,7 +317,9 @@ def test_beside_the_other_calls(comm, make):
     sent = draw(3, comm.size, 6, num_experts=4 * comm.size)
     x, idx, weights = mine(buf, sent)
     for _ in range(4):
-        recv_x, _, handle, _, hook = buf.low_latency_dispatch(x, idx, weights, use_fp8=False, return_recv_hook=True)
+        recv_x, _, handle, _, hook = buf.low_latency_dispatch(
+            x, idx, weights, use_fp8=False, return_recv_hook=True
+        )
         r = buf.dispatch(x, idx)
         buf.barrier()
         c = buf.combine(r.recv_x, r.handle)
@@ -326,7 +346,9 @@ def test_m_of_1024_and_rows_that_nobody_reads(comm, make):
         num_max_tokens_per_rank=1024, num_max_low_latency_tokens_per_rank=1024, hidden=128, num_topk=2,
         num_experts=2 * comm.size,
     )  # fmt: skip
-    sent = draw(7, comm.size, [1024 - 3 * rank for rank in range(comm.size)], num_experts=2 * comm.size, hidden=128)
+    sent = draw(
+        7, comm.size, [1024 - 3 * rank for rank in range(comm.size)], num_experts=2 * comm.size, hidden=128
+    )
     handle, routing = check_dispatch(buf, sent, use_fp8=False)
     check_combine(buf, handle, routing, 7, dispatched=sent.weights, zero_copy=True, reduction="source")
     assert len(expert_rows(buf, routing, 1, "bfloat16")) == comm.size

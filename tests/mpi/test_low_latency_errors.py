@@ -119,7 +119,9 @@ def test_wrong_arguments(comm, make, case, culprit):
             error = late_error(
                 buf,
                 lambda: result.append(  # noqa: B023
-                    buf.low_latency_dispatch(x, idx) if is_dispatch else buf.low_latency_combine(y, idx, None, handle)
+                    buf.low_latency_dispatch(x, idx)
+                    if is_dispatch
+                    else buf.low_latency_combine(y, idx, None, handle)
                 ),
             )
             told = comm.allgather("")
@@ -219,8 +221,11 @@ def test_c7_calls_differ(comm, make, what):
     works(buf)
 
 
-@pytest.mark.parametrize("one, two", [("low_latency_dispatch", "low_latency_combine"), ("low_latency_dispatch", "dispatch"),
-                                      ("low_latency_combine", "barrier"), ("low_latency_dispatch", "barrier")])  # fmt: skip
+@pytest.mark.parametrize(
+    "one, two",
+    [("low_latency_dispatch", other) for other in ("low_latency_combine", "dispatch", "barrier")]
+    + [("low_latency_combine", "barrier")],
+)
 @pytest.mark.usefixtures("two_ranks")
 def test_c7_operations_differ(comm, make, one, two):
     buf = make(timeout=5)
@@ -252,7 +257,9 @@ def test_c7_operations_differ(comm, make, one, two):
 
 def test_c7_unequal_tokens_simply_work(comm, make):
     buf = make(num_max_tokens_per_rank=128)
-    sent = draw(7, comm.size, [1 if rank == 0 else 128 for rank in range(comm.size)], num_experts=4 * comm.size)
+    sent = draw(
+        7, comm.size, [1 if rank == 0 else 128 for rank in range(comm.size)], num_experts=4 * comm.size
+    )
     handle, routing = check_dispatch(buf, sent)
     check_combine(buf, handle, routing, 7, dispatched=sent.weights)
 
@@ -280,7 +287,14 @@ def test_c11_too_late(comm, make, operation):
         assert time.monotonic() - start < 1.5
         assert type(error) is epcy.PeerTimeoutError and error.ranks == (late,), error
         assert error.phase == "arrival" and error.epoch == 2
-        for text in (f"rank {late}", "timeout=0.5", f"rank {comm.rank}", "(call 2)", "reset()", "low_latency_"):
+        for text in (
+            f"rank {late}",
+            "timeout=0.5",
+            f"rank {comm.rank}",
+            "(call 2)",
+            "reset()",
+            "low_latency_",
+        ):
             assert text in str(error), error
         assert not buf and isinstance(raised(calls[operation]), epcy.StateError)
     comm.Barrier()
@@ -302,7 +316,9 @@ def test_a_rank_that_does_not_receive(comm, make):
     if comm.rank != late:
         hooks[0]()
         error = raised(lambda: buf.low_latency_dispatch(x, idx, return_recv_hook=True))
-        assert type(error) is epcy.PeerTimeoutError and error.ranks == (late,) and error.phase == "receipt", error
+        assert type(error) is epcy.PeerTimeoutError and error.ranks == (late,) and error.phase == "receipt", (
+            error
+        )
     comm.Barrier()
     buf.reset()
     works(buf)

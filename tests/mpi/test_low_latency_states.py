@@ -5,7 +5,14 @@ import pytest
 
 import epcy
 from mpi.cases import DTYPES, address_of, draw, mine, raised, to_device, to_host
-from mpi.low_latency_cases import check_combine, check_dispatch, compare_received, expected, expert_rows, late_error
+from mpi.low_latency_cases import (
+    check_combine,
+    check_dispatch,
+    compare_received,
+    expected,
+    expert_rows,
+    late_error,
+)
 
 
 @pytest.fixture
@@ -103,7 +110,9 @@ def test_two_combines_in_flight(comm, make):
     first, second = combine(0), combine(1)
     refused(lambda: combine(2), "low_latency_combine: ", "two calls")
     refused(
-        lambda: buf.low_latency_combine(ys[2], None, None, made[2][0]), "low_latency_combine: ", "earlier call"
+        lambda: buf.low_latency_combine(ys[2], None, None, made[2][0]),
+        "low_latency_combine: ",
+        "earlier call",
     )
     refused(lambda: buf.low_latency_combine_input(made[2][0]), "both combine areas")
     refused(second[2], "earlier low_latency_combine", "order")
@@ -167,7 +176,9 @@ def test_skew_between_ranks(comm, make):
         handle, routing = check_dispatch(buf, sent, hook=turn % 2 == 0, use_fp8=turn % 3 == 0)
         if rng.random() < 0.3:
             time.sleep(0.002 * rng.random())
-        check_combine(buf, handle, routing, turn, dispatched=sent.weights, zero_copy=turn % 4 == 0, hook=turn % 5 == 0)
+        check_combine(
+            buf, handle, routing, turn, dispatched=sent.weights, zero_copy=turn % 4 == 0, hook=turn % 5 == 0
+        )
 
 
 def test_combine_inputs(comm, make):
@@ -175,8 +186,12 @@ def test_combine_inputs(comm, make):
     sent = draw(1, comm.size, 5, num_experts=4 * comm.size)
     handle, routing = check_dispatch(buf, sent)
     first, second = buf.low_latency_combine_input(handle), buf.low_latency_combine_input(handle, "float16")
-    assert first.dtype == np.float32 and second.dtype == np.float16 and address_of(first) != address_of(second)
-    refused(lambda: buf.low_latency_combine_input(handle), "low_latency_combine_input: ", "both combine areas")
+    assert (
+        first.dtype == np.float32 and second.dtype == np.float16 and address_of(first) != address_of(second)
+    )
+    refused(
+        lambda: buf.low_latency_combine_input(handle), "low_latency_combine_input: ", "both combine areas"
+    )
     outside = to_device(buf, expert_rows(buf, routing, 1, "bfloat16")[buf.rank])
     error = raised(lambda: buf.low_latency_combine(outside, None, None, handle))
     assert type(error) is epcy.StateError and "x: " in str(error), error
