@@ -27,7 +27,12 @@ cdef extern from "epcy/low_latency.h" nogil:
     ctypedef struct epcy_low_latency_wire:
         int64_t begin, bytes
 
+    ctypedef struct epcy_low_latency_found:
+        uint32_t verdict, has_bad
+        int64_t bad_token, bad_lane, bad_value
+
     ctypedef struct epcy_low_latency_handle:
+        epcy_low_latency_found *found
         uint32_t *sent
         int64_t *counts
 

@@ -52,6 +52,7 @@ cdef class NvshmemBackend(Backend):
     cdef uintptr_t last_stream
     cdef uint32_t num_tickets, num_resets, num_calls
     cdef int dispatch_peer_blocks, dispatch_own_blocks, dispatch_copy_blocks, combine_blocks, combine_expert_blocks
+    cdef object last_error              # what was told last of calls that nobody waited for
     cdef list alive                     # events whose work may still need its arrays, oldest first
     cdef list captured                  # arrays that graphs may use
     cdef object pool                    # CuPy memory of handles alone: reused only after all work on it has passed
@@ -64,4 +65,5 @@ cdef class NvshmemBackend(Backend):
     cdef CudaEvent end(self, Call call, uintptr_t stream, bint capturing, list keeps)
     cdef int wait_report(self, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, str op) except -1
     cdef int settle(self, str op) except -1
+    cdef object reported(self)
     cdef object late_error(self)

@@ -581,8 +581,8 @@ cdef class NvshmemBackend(Backend):
         text = verdicts.no_room_for_rows(epoch, rank, rows, limit)
         raise CapacityError(text) if rank == self.rank else PeerError(text, [rank])
 
-    cdef object late_error(self):
-        """What a kernel reported for which the host did not wait, once; or None."""
+    cdef object reported(self):
+        """What a kernel reported for which the host did not wait; or None."""
         cdef epcy_report *r = self.mapped.report
         cdef uint32_t *headers
         cdef int i
@@ -595,7 +595,6 @@ cdef class NvshmemBackend(Backend):
                 f"waited for ranks [{peer}] in phase {phase}, expected {r.expected >> 32}, seen [{r.seen >> 32}]: rank "
                 f"{peer} (pid {self.identities[peer].pid}). Find out what keeps rank {peer}, or give a larger timeout; "
                 "reset() on all ranks makes this Buffer usable again", [peer], phase, r.epoch)
-            r.expired = 0
         elif r.late_verdict == EPCY_VERDICT_REFUSED:
             error = PeerError((<bytes>r.late_text).decode(errors="replace"), [r.late_rank])
         elif r.late_verdict == EPCY_VERDICT_MISMATCH:
@@ -609,7 +608,15 @@ cdef class NvshmemBackend(Backend):
             error = verdicts.bad_id(self.rank, r.bad_token, r.bad_lane, r.bad_value, self.shape.num_experts)
         elif r.late_rows:
             error = verdicts.dropped(self.num_calls, self.rank, r.late_rows, r.late_limit)
-        r.late_verdict = r.bad_epoch = 0
+        return error
+
+    cdef object late_error(self):
+        """The same, once."""
+        cdef epcy_report *r = self.mapped.report
+        error = self.reported()
+        if error is not None:
+            self.last_error = error
+        r.expired = r.late_verdict = r.bad_epoch = 0
         r.late_rows = 0
         return error
 

@@ -9,7 +9,7 @@ from libc.string cimport memset
 from epcy.arrays cimport KIND_INT64, Array, copied
 from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.cuda cimport (
-    EPCY_CUDA_TEXT_BYTES, epcy_cuda_event_wait, epcy_cuda_set_device)
+    EPCY_CUDA_TEXT_BYTES, epcy_cuda_event_wait, epcy_cuda_fetch, epcy_cuda_set_device)
 from epcy.backends.cuda_low_latency cimport *
 from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
 from epcy.backends.nvshmem cimport CudaEvent, NvshmemBackend
@@ -20,6 +20,7 @@ from epcy.layout cimport (
 
 import numpy as np
 
+from epcy.backends import verdicts
 from epcy.backends.nvshmem import Foreign
 from epcy.errors import NotSupportedError, StateError
 from epcy.status import OPERATIONS
@@ -72,10 +73,16 @@ cdef class CudaLowLatencyHandle(LowLatencyHandle):
         return self.expert_counts().sum()
 
     def check(self):
+        cdef epcy_low_latency_found found
         if self.event is not None:
             self.event.synchronize()
-        if self.error is None and self.backend is not None:
-            self.error = self.backend.late_error()
+        if self.error is None and self.received and self.backend is not None:
+            check(epcy_cuda_fetch(&found, self.arrays.found, sizeof(found)), "cudaMemcpy")
+            if found.verdict:       # the Buffer has its text, or has told it already
+                self.error = self.backend.reported() or self.backend.last_error
+            elif found.has_bad:
+                self.error = verdicts.bad_id(self.backend.rank, found.bad_token, found.bad_lane, found.bad_value,
+                                             self.backend.shape.num_experts)
         if self.error is not None:
             raise self.error
 

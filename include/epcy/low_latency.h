@@ -74,8 +74,16 @@ EPCY_INLINE epcy_low_latency_wire epcy_low_latency_wire_layout(const epcy_shape 
   return w;
 }
 
+/* What went wrong in a dispatch, for handle.check(). */
+typedef struct epcy_low_latency_found {
+  uint32_t verdict; /* enum epcy_verdict */
+  uint32_t has_bad; /* this rank gave a bad id; the first: */
+  int64_t bad_token, bad_lane, bad_value;
+} epcy_low_latency_found;
+
 /* A handle's arrays on the device. */
 typedef struct epcy_low_latency_handle {
+  epcy_low_latency_found *found;
   uint32_t *sent;      /* [3]: the epoch of the dispatch; of combines whose hooks are still to run, by turns */
   int32_t *tokens;     /* [R]: T of each rank */
   uint32_t *ranks;     /* [M']: ranks that hold a lane of my token, as bits */
@@ -90,6 +98,7 @@ typedef struct epcy_low_latency_handle {
 EPCY_INLINE int64_t epcy_low_latency_handle_layout(const epcy_shape *s, char *base, epcy_low_latency_handle *h) {
   const int64_t R = s->num_ranks, lanes = s->num_low_latency_tokens * s->num_topk;
   int64_t at = 0;
+  h->found = (epcy_low_latency_found *)(base + at), at += EPCY_LINE_BYTES;
   h->sent = (uint32_t *)(base + at), at += EPCY_LINE_BYTES;
   h->tokens = (int32_t *)(base + at), at += EPCY_LINE_BYTES;
   h->ranks = (uint32_t *)(base + at), at = epcy_round_up(at + s->num_low_latency_tokens * 4, EPCY_LINE_BYTES);

@@ -149,6 +149,18 @@ EPCY_DEVICE void forget(const epcy_low_latency_dispatch &a) {
   for (int e = blockIdx.x + threadIdx.x * G; e < L; e += kThreads * G) a.recv_count[e] = a.call.handle.counts[e] = 0;
 }
 
+// One thread: keep the first bad id for the handle's check(), and for the Buffer's if none is kept there.
+EPCY_DEVICE void tell_bad(const LowLatency &s, const epcy_low_latency_dispatch &a, unsigned first) {
+  const int64_t at = first, K = a.call.peers.shape.num_topk;
+  epcy_low_latency_found *found = a.call.handle.found;
+  found->has_bad = first != ~0u;
+  if (first == ~0u) return;
+  found->bad_token = at / K, found->bad_lane = at % K, found->bad_value = raw_id(a, at);
+  epcy_report *r = s.p.report;
+  if (atomicCAS_system(&r->bad_epoch, 0u, s.epoch) == 0)
+    r->bad_token = at / K, r->bad_lane = at % K, r->bad_value = found->bad_value;
+}
+
 template <int From>
 __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_constant__ epcy_low_latency_dispatch a) {
   extern __shared__ int dynamic[]; // counts of all ranks for my experts [E], my counts for this block's experts
@@ -164,7 +176,10 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
   Input<From> in;
   if (sends) in.load(a, b / P, b % P, b < items);
   const LowLatency s(c.peers, c.wire, EPCY_LOW_LATENCY_DISPATCH, sends ? nullptr : c.sent);
-  if (s.broken()) return forget(a);
+  if (s.broken()) {
+    if (b == 0 && threadIdx.x == 0) c.handle.found->verdict = EPCY_VERDICT_BROKEN, c.handle.found->has_bad = 0;
+    return forget(a);
+  }
 
   uint4 own = make_uint4(0, 0, 0, 0);
   uint32_t own_place = kNowhere;
@@ -236,12 +251,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
           store_word(s.counts(r, s.me) + (first + i - r * L), s.word(hist[i]));
         }
         if (b == 0 && warp == 0) s.announce(c.num_tokens, c.header);
-        if (b == 0 && threadIdx.x == 0 && shared.bad != ~0u) {
-          epcy_report *r = c.peers.report;
-          const int64_t at = shared.bad, value = raw_id(a, at);
-          if (atomicCAS_system(&r->bad_epoch, 0u, s.epoch) == 0)
-            r->bad_token = at / K, r->bad_lane = at % K, r->bad_value = value;
-        }
+        if (b == 0 && threadIdx.x == 0) tell_bad(s, a, shared.bad);
         if (real) own = v, own_place = owner == s.me ? place : kNowhere;
       }
       if (item + G < items) {
@@ -262,7 +272,11 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
       counts[i] = (int)s.wait(s.counts(s.me, 0) + i, count, EPCY_CUDA_COUNTS, i / L, &ok);
     }
     fails = __syncthreads_or(!ok || verdict == EPCY_VERDICT_BROKEN);
-    if (b == 0 && threadIdx.x == 0) s.report(fails ? EPCY_VERDICT_BROKEN : verdict, c.header);
+    if (fails) verdict = EPCY_VERDICT_BROKEN;
+    if (b == 0 && threadIdx.x == 0) {
+      c.handle.found->verdict = verdict;
+      s.report(verdict, c.header);
+    }
     fails |= verdict != EPCY_VERDICT_OK;
     if (!fails) {
       if (keeps && b < items) {
@@ -280,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
       fails = !receive(s, a, counts, tokens, keeps);
     }
   }
-  if (fails) forget(a);
+  if (fails) forget(a); // a wait that expired breaks the Buffer: then the verdict does not matter
   s.leave(c.phases, c.sent);
 }
 

@@ -33,8 +33,7 @@ template <int Dtype> struct PlainRows {
   EPCY_DEVICE void own_values(const uint4 &payload, float *x) const { Vector<Dtype>::load(payload, x); }
 };
 
-static __device__ const uint32_t kLogMantissas[] = EPCY_LOGFMT_MANTISSAS, kLogReaches[] = EPCY_LOGFMT_REACHES,
-                                 kLogFirsts[] = EPCY_LOGFMT_FIRSTS;
+static __device__ const uint32_t kLogMantissas[] = EPCY_LOGFMT_MANTISSAS, kLogBins[] = EPCY_LOGFMT_BINS;
 
 // In LogFMT (epcy/logfmt.h), 10 bits an element. A warp's piece of 512 bytes is one or two groups. Its units are
 //   {exponents of its groups}, then of each group: the low eight bits of the codes in 8 units, and their upper two bits,
@@ -47,7 +46,7 @@ template <int Dtype> struct LogRows {
   static_assert(7 * EPCY_LOGFMT_PIECE_LINES >= 1 + 32, "a piece that travels raw has room");
   struct Shared {
     uint4 piece[kWarps][7 * EPCY_LOGFMT_PIECE_LINES];
-    uint32_t mantissas[33], reaches[EPCY_LOGFMT_NUM_BINS], firsts[EPCY_LOGFMT_NUM_BINS];
+    uint32_t mantissas[32], bins[EPCY_LOGFMT_NUM_BINS];
   };
   Shared &shared;
   const int lane, first_line;
@@ -56,8 +55,8 @@ template <int Dtype> struct LogRows {
 
   EPCY_DEVICE static void prepare(Shared &shared) { // all threads
     const int i = threadIdx.x;
-    if (i < 33) shared.mantissas[i] = kLogMantissas[i];
-    if (i < EPCY_LOGFMT_NUM_BINS) shared.reaches[i] = kLogReaches[i], shared.firsts[i] = kLogFirsts[i];
+    if (i < 32) shared.mantissas[i] = kLogMantissas[i];
+    if (i < EPCY_LOGFMT_NUM_BINS) shared.bins[i] = kLogBins[i];
     __syncthreads();
   }
   EPCY_DEVICE LogRows(const epcy_low_latency_call &c, int part, Shared &memory)
@@ -83,7 +82,7 @@ template <int Dtype> struct LogRows {
   EPCY_DEVICE uint32_t code_of(float x, uint32_t exponent) const {
     const float down = __uint_as_float((254u - exponent) << 23);
     const uint32_t u = __float_as_uint(__fmul_rn(fabsf(x), down));
-    return epcy_logfmt_code(u, shared.reaches, shared.firsts) | (__float_as_uint(x) >> 31) << 9;
+    return epcy_logfmt_code(u, shared.bins) | (__float_as_uint(x) >> 31) << 9;
   }
   EPCY_DEVICE float value_of(uint32_t code, uint32_t exponent) const {
     const float value = __uint_as_float(epcy_logfmt_value(code & (EPCY_LOGFMT_SIGN - 1), shared.mantissas));
