@@ -25,7 +25,7 @@ NOTE = "<!-- Written by docs/generate.py out of docstrings and the options table
 
 # The modules whose public names (`__all__`) the page shows, after those of `epcy` itself.
 MODULES = ("epcy.topology", "epcy.options", "epcy.reference")
-FIRST = ("Buffer", "Dispatch", "Combine", "Handle", "Event")
+FIRST = ("Buffer", "Dispatch", "Combine", "Handle", "LowLatencyHandle", "Hook", "Event")
 
 
 class Source:
@@ -127,6 +127,13 @@ def markdown(doc: str | None) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
+def inherited_from(value: type) -> list[type]:
+    """Return the bases of a class that have no entry of their own: what they define is shown as its own."""
+    public = importlib.import_module("epcy").__all__
+    bases = value.__mro__[1:]
+    return [base for base in bases if base.__module__.startswith("epcy.") and base.__name__ not in public]
+
+
 def entry(module: str, name: str, value: Any, level: int) -> list[str]:
     """Return the lines of one public name."""
     home = getattr(value, "__module__", None) or module
@@ -140,14 +147,18 @@ def entry(module: str, name: str, value: Any, level: int) -> list[str]:
         signature = None if is_error else source.signature(path, title)
         text = signature or (f"class {title}" + (f"({', '.join(bases)})" if bases else ""))
         lines += ["```python", text, "```", "", markdown(value.__doc__), ""]
-        for member in [] if is_error else source.members(path):
+        owned = [] if is_error else [(source, path, member) for member in source.members(path)]
+        for base in () if is_error else inherited_from(value):
+            of = Source(base.__module__)
+            owned += [(of, base.__name__, member) for member in of.members(base.__name__)]
+        for of, owner, member in owned:
             attribute = inspect.getattr_static(value, member, None)
             if attribute is None or not getattr(attribute, "__doc__", None):
                 if not isinstance(attribute, staticmethod):
                     continue
             doc = getattr(value, member).__doc__ if isinstance(attribute, staticmethod) else attribute.__doc__
-            signature = source.signature(f"{path}.{member}", f"{name}.{member}")
-            node = source.find(f"{path}.{member}")
+            signature = of.signature(f"{owner}.{member}", f"{name}.{member}")
+            node = of.find(f"{owner}.{member}")
             if any(
                 isinstance(d, ast.Name) and d.id == "property" for d in getattr(node, "decorator_list", [])
             ):

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from epcy.buffer import Buffer
     from epcy.event import Event, EventOverlap
     from epcy.fp8 import cast_from_fp8, cast_to_fp8
-    from epcy.handle import Combine, Dispatch, Handle
+    from epcy.handle import Combine, Dispatch, Handle, LowLatencyHandle
+    from epcy.low_latency import Hook
     from epcy.startup import init
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "EventOverlap",
     "Handle",
     "HeapError",
+    "Hook",
+    "LowLatencyHandle",
     "MismatchError",
     "NotSupportedError",
     "PeerError",
@@ -63,6 +66,8 @@ _LAZY = {
     "Handle": "epcy.handle",
     "Dispatch": "epcy.handle",
     "Combine": "epcy.handle",
+    "LowLatencyHandle": "epcy.handle",
+    "Hook": "epcy.low_latency",
     "cast_to_fp8": "epcy.fp8",
     "cast_from_fp8": "epcy.fp8",
     "init": "epcy.startup",

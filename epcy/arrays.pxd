@@ -17,8 +17,8 @@ cdef class Array:
     cdef readonly object owner      # what keeps `data` alive: the array, or a copy of it
     cdef char *data
     cdef readonly int ndim
-    cdef int64_t shape[2]
-    cdef int64_t strides[2]         # in bytes
+    cdef int64_t shape[3]
+    cdef int64_t strides[3]         # in bytes
     cdef readonly int kind
     cdef readonly int device        # -1: host memory
     cdef readonly bint is_writable

@@ -152,20 +152,20 @@ cdef object as_ndarray(object obj, str name):
 
 
 cdef Array describe(object obj, str name):
-    """Look at an array of at most two dimensions; only a misaligned one is copied."""
+    """Look at an array of at most three dimensions; only a misaligned one is copied."""
     cdef object a = obj if type(obj) is ndarray else as_ndarray(obj, name)
     cdef object capsule = a.__array_struct__
     cdef PyArrayInterface *interface = <PyArrayInterface *>PyCapsule_GetPointer(capsule, NULL)
     cdef Array array = Array.__new__(Array)
     cdef int i
-    if interface.nd > 2:
-        raise ArgumentError(f"{name}: expected at most 2 dimensions, got shape {a.shape}")
+    if interface.nd > 3:
+        raise ArgumentError(f"{name}: expected at most 3 dimensions, got shape {a.shape}")
     if not interface.flags & FLAG_ALIGNED and a.dtype in _kinds:       # others, structures say, have no kind anyway
         return describe(np.array(a, order="C"), name)
     array.owner, array.device = a, -1
     array.data = <char *>interface.data
     array.ndim = interface.nd
-    array.shape[0] = array.shape[1] = 1
+    array.shape[0] = array.shape[1] = array.shape[2] = 1
     for i in range(interface.nd):
         array.shape[i] = interface.shape[i]
         array.strides[i] = interface.strides[i]
@@ -176,7 +176,7 @@ cdef Array describe(object obj, str name):
 
 
 cdef Array describe_cuda(object obj, str name, int device):
-    """Look at an array on a GPU: no copy, at most two dimensions."""
+    """Look at an array on a GPU: no copy, at most three dimensions."""
     import cupy
 
     cdef object a = obj if isinstance(obj, cupy.ndarray) else as_cupy(obj, name, cupy)
@@ -184,14 +184,14 @@ cdef Array describe_cuda(object obj, str name, int device):
     cdef object shape = a.shape, strides = a.strides
     cdef int i
     array.ndim = len(shape)
-    if array.ndim > 2:
-        raise ArgumentError(f"{name}: expected at most 2 dimensions, got shape {shape}")
+    if array.ndim > 3:
+        raise ArgumentError(f"{name}: expected at most 3 dimensions, got shape {shape}")
     if a.device.id != device and a.size:
         raise ArgumentError(f"{name}: expected an array on GPU {device}, the Buffer's, got one on GPU {a.device.id}; "
                             f"copy it, or construct the Buffer with device={a.device.id} on this rank")
     array.owner, array.device = a, device
     array.data = <char *><uintptr_t>a.data.ptr
-    array.shape[0] = array.shape[1] = 1
+    array.shape[0] = array.shape[1] = array.shape[2] = 1
     for i in range(array.ndim):
         array.shape[i] = shape[i]
         array.strides[i] = strides[i]
@@ -238,7 +238,7 @@ cdef Array contiguous(Array array):
 
 
 cdef bint overlap(Array array, char *begin, int64_t nbytes) noexcept:
-    """Whether an array of two dimensions has an element in these bytes, or between its elements."""
+    """Whether an array has an element in these bytes, or between its elements."""
     cdef char *low = array.data
     cdef char *high = array.data + array.item_bytes()
     cdef int i

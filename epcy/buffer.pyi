@@ -1,4 +1,4 @@
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from mpi4py import MPI
@@ -6,12 +6,11 @@ from typing_extensions import disjoint_base
 
 from epcy.event import Event
 from epcy.handle import Combine, Dispatch, Handle
+from epcy.low_latency import LowLatencyCalls
 from epcy.topology import Topology
 
 @disjoint_base
-class Buffer:
-    @property
-    def rank(self) -> int: ...
+class Buffer(LowLatencyCalls):
     @property
     def size(self) -> int: ...
     @property
@@ -20,8 +19,6 @@ class Buffer:
     def backend(self) -> str: ...
     @property
     def comm(self) -> MPI.Intracomm: ...
-    @property
-    def xp(self) -> ModuleType: ...
     @property
     def topology(self) -> Topology: ...
     @property
@@ -49,6 +46,8 @@ class Buffer:
         num_topk: int,
         dtype: str = "bfloat16",
         num_max_recv_tokens: int | None = None,
+        low_latency_mode: bool | None = None,
+        num_max_low_latency_tokens_per_rank: int | None = None,
     ) -> dict[str, int]: ...
     def dispatch(
         self,

@@ -8,8 +8,9 @@ from posix.unistd cimport getpid
 
 import numpy as np
 
-from epcy.checks cimport Checker
 from epcy.layout cimport epcy_default_num_rows, epcy_shape
+from epcy.low_latency cimport LowLatencyCalls
+from epcy.low_latency_checks cimport LowLatencyChecker
 
 from epcy import backends, topology
 from epcy.arrays import DTYPES
@@ -37,15 +38,23 @@ def shape_of(dict options, int64_t num_ranks):
                             f"{row_bytes} bytes; pad the hidden size to a multiple of {16 // item_bytes}")
     s.num_ranks, s.num_experts, s.num_topk = num_ranks, experts, options["num_topk"]
     s.num_max_tokens, s.hidden, s.row_bytes = options["num_max_tokens_per_rank"], hidden, row_bytes
+    low_latency = 0
+    if options["low_latency_mode"]:
+        low_latency = options["num_max_low_latency_tokens_per_rank"] or max(1, min(s.num_max_tokens, 256))
+        rows = experts * low_latency
+        if rows * row_bytes > 2**46:
+            raise ArgumentError(f"num_max_low_latency_tokens_per_rank: {rows} rows of {row_bytes} bytes are more than "
+                                "an address space holds; give a smaller one")
     rows = options["num_max_recv_tokens"] or max(1, epcy_default_num_rows(&s))
     if rows * (row_bytes + 12 * s.num_topk) > 2**46:
         raise ArgumentError(f"num_max_recv_tokens: {rows} rows of {row_bytes} bytes are more than an address space "
                             "holds; give a smaller num_max_recv_tokens or num_max_tokens_per_rank")
     return {"num_ranks": num_ranks, "num_experts": experts, "num_topk": options["num_topk"], "hidden": hidden,
-            "num_max_tokens": options["num_max_tokens_per_rank"], "row_bytes": row_bytes, "num_rows": rows}
+            "num_max_tokens": options["num_max_tokens_per_rank"], "row_bytes": row_bytes, "num_rows": rows,
+            "num_low_latency_tokens": low_latency}
 
 
-cdef class Buffer:
+cdef class Buffer(LowLatencyCalls):
     """Move tokens to their experts and back between the ranks of an MPI communicator.
 
     Collective, blocking. Every rank of `comm` constructs it with the same options; expert e lives on rank
@@ -134,6 +143,7 @@ cdef class Buffer:
                 f"({', '.join(self.topology.hostnames)}); use a sub-communicator of Split_type(COMM_TYPE_SHARED)")
         self.backend, backend_class, self.xp = found
         values["num_max_recv_tokens"] = shape["num_rows"]
+        values["num_max_low_latency_tokens_per_rank"] = shape["num_low_latency_tokens"] or None
         if values["spin_us"] is None:
             values["spin_us"] = 2.0 if self.topology.is_oversubscribed else 50.0
         self.options, self._shape, self._token = values, shape, object()
@@ -141,7 +151,7 @@ cdef class Buffer:
         self._num_experts, self._num_topk = shape["num_experts"], shape["num_topk"]
         self.num_local_experts = self._num_experts // self.size
         self._backend = backend_class(self.comm, shape, values, identities, self._token)
-        self._checker = Checker(self._backend, shape, values)
+        self._checker = LowLatencyChecker(self._backend, shape, values)
 
     @staticmethod
     def _compared(values):
@@ -150,7 +160,7 @@ cdef class Buffer:
 
     @staticmethod
     def size_hint(num_ranks, *, num_max_tokens_per_rank, hidden, num_experts, num_topk, dtype="bfloat16",
-                  num_max_recv_tokens=None):
+                  num_max_recv_tokens=None, low_latency_mode=None, num_max_low_latency_tokens_per_rank=None):
         """Tell how much symmetric memory a rank's Buffer would take, without allocating.
 
         Local, blocking.
@@ -158,7 +168,8 @@ cdef class Buffer:
         Returns
         -------
         dict of str to int
-            Bytes a rank: "control", "receive" (two areas), "combine" (two areas) and their "total".
+            Bytes a rank: "control", "receive" (two areas), "combine" (two areas), "low_latency" (four areas, 0 without
+            the mode) and their "total".
 
         Raises
         ------
@@ -168,7 +179,9 @@ cdef class Buffer:
         if not isinstance(num_ranks, int) or num_ranks < 1:
             raise ArgumentError(f"num_ranks: expected a positive whole number, got {num_ranks!r}")
         given = dict(num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_experts=num_experts,
-                     num_topk=num_topk, dtype=dtype, num_max_recv_tokens=num_max_recv_tokens)
+                     num_topk=num_topk, dtype=dtype, num_max_recv_tokens=num_max_recv_tokens,
+                     low_latency_mode=low_latency_mode,
+                     num_max_low_latency_tokens_per_rank=num_max_low_latency_tokens_per_rank)
         return heap_layout(shape_of({name: value.value for name, value in resolve(given).items()}, num_ranks))
 
     @property
@@ -415,6 +428,8 @@ cdef class Buffer:
         for layout in ("rank", "expert"):
             r = self.dispatch(x, idx, layout=layout)
             self.combine(r.recv_x, r.handle)
+        if self._backend.low_latency is not None:
+            self.warm_low_latency(x, idx)
         self.barrier()
 
     # ---- what epcy.bench alone calls, on the nvshmem backend ---------------------------------------------------
@@ -510,39 +525,8 @@ cdef class Buffer:
         raise NotSupportedError("a Buffer cannot be pickled or copied: it belongs to this process; "
                                 "construct one on every rank")
 
-    # ---- state ----------------------------------------------------------------------------------------------
-
     def _raise_late(self):
         """Raise what went wrong in an earlier call that did not wait; this one is over on all ranks."""
         error = self._backend.take_deferred()
         if error is not None:
             raise error
-
-    cdef int enter(self, str name) except -1:
-        """Refuse a call that the Buffer's state does not allow; mark it busy."""
-        if self._freed or self._backend is None:
-            raise StateError(f"{name}: this Buffer was freed (rank {self.rank}); construct a new one")
-        if self._pid != getpid():
-            raise StateError(f"{name}: this Buffer belongs to process {self._pid}, a fork cannot use it; "
-                             "construct one after the fork")
-        if self._busy:
-            raise StateError(f"{name}: another thread is in a call of this Buffer (rank {self.rank}); "
-                             "give each thread its own Buffer")
-        if self._backend.broken and name != "reset":
-            raise StateError(f"{name}: an earlier call on this Buffer did not end (rank {self.rank}); "
-                             "call reset() on all ranks first")
-        if mpi_finalized():
-            raise StateError(f"{name}: MPI was finalized, and the Buffer's memory went with it (rank {self.rank})")
-        self._busy = True
-        return 0
-
-
-cdef object _is_finalized = None
-
-
-cdef bint mpi_finalized():
-    global _is_finalized
-    if _is_finalized is None:
-        from mpi4py import MPI
-        _is_finalized = MPI.Is_finalized
-    return _is_finalized()

@@ -8,7 +8,7 @@ from epcy.arrays cimport (
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport Call, CombineCall, DispatchCall
 from epcy.event cimport Event
-from epcy.handle cimport Handle
+from epcy.handle cimport Handle, LowLatencyHandle
 from epcy.layout cimport epcy_num_scales
 
 import numpy as np
@@ -62,7 +62,7 @@ cdef class Checker:
         raise self.wrong("stream", "a CuPy stream, an object with __cuda_stream__, or a stream's address", repr(stream))
 
     cdef Handle handle(self, handle):
-        if not isinstance(handle, Handle):
+        if not isinstance(handle, Handle) or isinstance(handle, LowLatencyHandle):
             raise self.wrong("handle", "the handle of a dispatch", type(handle).__name__)
         if (<Handle>handle).buffer_token is not self.backend.token:
             raise self.wrong("handle", "a handle of this Buffer", "one of another Buffer")

@@ -17,6 +17,14 @@ cdef class Handle:
     cpdef object expert_counts(self)
 
 
+cdef class LowLatencyHandle(Handle):
+    """The routing of one low-latency dispatch."""
+
+    cdef readonly bint received             # its rows have come
+    cdef readonly int area                  # the receive area that they lie in
+    cdef uint64_t number                    # of the dispatch among the Buffer's low-latency dispatches, from 1
+
+
 cdef class Area:
     """One of the receive areas: which result lies in it."""
 

@@ -34,6 +34,13 @@ class Handle:
     def check(self) -> None: ...
 
 @disjoint_base
+class LowLatencyHandle(Handle):
+    @property
+    def received(self) -> bool: ...
+    @property
+    def area(self) -> int: ...
+
+@disjoint_base
 class Area: ...
 
 @disjoint_base

@@ -80,6 +80,27 @@ cdef class Handle:
                 f"{self._num_recv_tokens()} rows received>")
 
 
+cdef class LowLatencyHandle(Handle):
+    """The routing of one low-latency dispatch: pass it to `low_latency_combine`.
+
+    It owns its routing and never expires. `layout` is "low_latency", `num_rows` the rows of `recv_x`, L * R * M'.
+
+    Attributes
+    ----------
+    received : bool
+        Whether the rows have come: True but between a dispatch with `return_recv_hook` and its hook.
+    """
+
+    @property
+    def overflow(self):
+        """Always False: there is room for every token."""
+        return False
+
+    def __repr__(self):
+        return (f"<epcy.LowLatencyHandle: {self.num_tokens} tokens sent, "
+                f"{'received' if self.received else 'not yet received'}>")
+
+
 cdef class Area:
     pass
 

@@ -12,14 +12,20 @@ cdef extern from "epcy/layout.h" nogil:
 
     ctypedef struct epcy_shape:
         int64_t num_ranks, num_experts, num_topk, num_max_tokens, hidden, row_bytes, num_rows
+        int64_t num_low_latency_tokens
 
     ctypedef struct epcy_area:
         int64_t payload, scales, topk_idx, topk_weights, bytes
+
+    ctypedef struct epcy_low_latency_area:
+        int64_t payload, scales, counts, bytes
 
     ctypedef struct epcy_heap:
         int64_t control
         int64_t receive[2]
         int64_t combine[2]
+        int64_t low_latency_x[2]
+        int64_t low_latency_y[2]
         int64_t bytes
 
     int64_t epcy_round_up(int64_t value, int64_t multiple)
@@ -27,6 +33,10 @@ cdef extern from "epcy/layout.h" nogil:
     int64_t epcy_num_scales(int64_t hidden)
     epcy_area epcy_area_layout(const epcy_shape *shape)
     epcy_heap epcy_heap_layout(const epcy_shape *shape, int64_t control_bytes)
+    int64_t epcy_num_low_latency_rows(const epcy_shape *shape)
+    epcy_low_latency_area epcy_low_latency_area_layout(const epcy_shape *shape)
+    int64_t epcy_low_latency_area_bytes(const epcy_shape *shape)
+    int64_t epcy_low_latency_input_bytes(const epcy_shape *shape)
     int64_t epcy_default_num_rows(const epcy_shape *shape)
     int64_t epcy_rank_of_expert(int64_t expert, int64_t num_local)
     int64_t epcy_local_expert(int64_t expert, int64_t num_local)

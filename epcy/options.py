@@ -59,6 +59,14 @@ OPTIONS: tuple[Option, ...] = (
            "in the rank layout (R * M), and for twice a balanced load (2 * M * K, never more than R * M * min(K, L)) "
            "plus padding (128 * L) in the expert layout. More rows than this in one call are a CapacityError.",
            env="EPCY_NUM_MAX_RECV_TOKENS", minimum=1, maximum=2**40),
+    Option("low_latency_mode", "bool", "Take memory for the low-latency calls (decoding).", default=False,
+           env="EPCY_LOW_LATENCY_MODE"),
+    Option("num_max_low_latency_tokens_per_rank", "int", "The most tokens that one rank dispatches in one low-latency "
+           "call (M'); a low-latency area holds R * M' rows for each local expert. By default M, at most 256.",
+           env="EPCY_NUM_MAX_LOW_LATENCY_TOKENS_PER_RANK", minimum=1, maximum=2**24),
+    Option("allow_nvlink_for_low_latency_mode", "bool", "Let low-latency calls move data over NVLink; otherwise "
+           "everything takes the RDMA path (nvshmem). The host backend always moves it through shared memory.",
+           default=True, env="EPCY_ALLOW_NVLINK_FOR_LOW_LATENCY_MODE"),
     Option("timeout", "float", "Seconds that any wait for another rank may last.", default=60.0, env="EPCY_TIMEOUT",
            minimum=1e-3, maximum=1e6),
     Option("num_sms", "int", "How much of the machine a call may use: threads a rank on the host backend (default 1), "

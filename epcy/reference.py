@@ -38,6 +38,7 @@ from epcy.formats import (
     parts_of,
     round_to,
 )
+from epcy.logfmt import cast_from_logfmt, cast_to_logfmt
 from epcy.routing import (
     Routing,
     counted,
@@ -60,6 +61,8 @@ __all__ = [
     "round_to",
     "cast_to_fp8",
     "cast_from_fp8",
+    "cast_to_logfmt",
+    "cast_from_logfmt",
     "CANONICAL_NAN",
     "BFLOAT16",
     "E4M3",
@@ -246,7 +249,13 @@ def combine(
 
 
 def _add_ranks(
-    acc: Array, ranks: Iterable[int], ys: Sequence[Array], routing: Routing, source: int, scale: Array | None
+    acc: Array,
+    ranks: Iterable[int],
+    ys: Sequence[Array],
+    routing: Routing,
+    source: int,
+    scale: Array | None,
+    use_logfmt: bool = False,
 ) -> None:
     """Add to acc (T, H) float32 what the ranks, in their order, hold for the tokens of `source`."""
     for rank in ranks:
@@ -259,15 +268,27 @@ def _add_ranks(
         for lane in range(lanes.shape[1]):
             _add_lane(partial, lanes[:, lane], lane, ys[rank], routing, source, scale)
         # One rounding where the partial leaves the rank; the source's own rank does the same.
-        acc += round_to(partial, ys[rank].dtype).astype(np.float32)
+        acc += _arrived(round_to(partial, ys[rank].dtype), use_logfmt)
+
+
+def _arrived(rows: Array, use_logfmt: bool) -> Array:
+    """Return rows as float32, after their way in LogFMT if `use_logfmt`."""
+    return cast_from_logfmt(*cast_to_logfmt(rows), rows.dtype) if use_logfmt else rows.astype(np.float32)
 
 
 def _add_lane(
-    acc: Array, used: Array, lane: int, y: Array, routing: Routing, source: int, scale: Array | None
+    acc: Array,
+    used: Array,
+    lane: int,
+    y: Array,
+    routing: Routing,
+    source: int,
+    scale: Array | None,
+    use_logfmt: bool = False,
 ) -> None:
     """Add w_k * y_k to acc for the tokens whose lane k is used: the product is rounded, then the sum."""
     token = np.flatnonzero(used)
-    product = y[routing.lane_row[source][token, lane]].astype(np.float32)
+    product = _arrived(y[routing.lane_row[source][token, lane]], use_logfmt)
     if scale is not None:
         product = scale[token, lane][:, None] * product
     acc[token] += product
@@ -378,17 +399,22 @@ def low_latency_dispatch(
 
 
 def low_latency_combine(
-    ys: Sequence[Array], routing: Routing, topk_weights: Sequence[Array] | None, *, reduction: str = "rank"
+    ys: Sequence[Array],
+    routing: Routing,
+    topk_weights: Sequence[Array] | None,
+    *,
+    reduction: str = "rank",
+    use_logfmt: bool = False,
 ) -> list[Array]:
     """Bring the experts' rows (L, R * M, H) back; the weights (T, K) float32 of each source are applied.
 
     "rank": each rank sums its lanes and rounds, the source sums over ranks and rounds: the rule of expert
-    layout. "source": the source sums w_k * y_k over all K lanes ascending and rounds once.
+    layout. "source": the source sums w_k * y_k over all K lanes ascending and rounds once. With `use_logfmt` the
+    rows that travel, rounded sums of a rank or the experts' own, are cast to LogFMT-10 and back before they are
+    added, those of the source's own rank too.
     """
     flat = [y.reshape(-1, y.shape[-1]) for y in ys]
-    if reduction == "rank":
-        return [x for x, _ in combine(flat, routing, topk_weights)]
-    if reduction != "source":
+    if reduction not in ("rank", "source"):
         raise ValueError(f"reduction must be 'rank' or 'source', got {reduction!r}")
     dtype = _check_rows(flat, routing)
     if topk_weights is not None:
@@ -398,9 +424,11 @@ def low_latency_combine(
         acc = np.zeros((len(idx), flat[0].shape[1]), dtype=np.float32)
         scale = None if topk_weights is None else topk_weights[source]
         with np.errstate(all="ignore"):
-            for lane in range(idx.shape[1]):
+            if reduction == "rank":
+                _add_ranks(acc, range(routing.num_ranks), flat, routing, source, scale, use_logfmt)
+            for lane in range(idx.shape[1] if reduction == "source" else 0):
                 for rank in range(routing.num_ranks):  # a lane lives on one rank: this order decides nothing
                     used = routing.lanes_at(source, rank)[:, lane]
-                    _add_lane(acc, used, lane, flat[rank], routing, source, scale)
+                    _add_lane(acc, used, lane, flat[rank], routing, source, scale, use_logfmt)
             combined.append(round_to(acc, dtype))
     return combined

@@ -21,10 +21,18 @@ from epcy.errors import ArgumentError
 
 __all__ = ["OPERATIONS", "PHASES", "Status", "folder", "open_page", "parse", "read_all"]
 
-OPERATIONS = ("nothing", "dispatch", "combine", "barrier", "free")
+OPERATIONS = (
+    "nothing",
+    "dispatch",
+    "combine",
+    "barrier",
+    "free",
+    "low_latency_dispatch",
+    "low_latency_combine",
+)
 PHASES = ("idle", "arrival", "data", "completion")
 PAGE_BYTES = mmap.PAGESIZE
-_FORMAT = struct.Struct("<QiiiiiiQq5q")
+_FORMAT = struct.Struct("<QiiiiiiQq7q")
 _MAGIC = 0x7375746174737965
 _serial = itertools.count()
 
@@ -87,7 +95,7 @@ def parse(data: bytes) -> Status | None:
     if len(data) < _FORMAT.size:
         return None
     magic, version, pid, rank, size, op, phase, epoch, since_ns, *calls = _FORMAT.unpack_from(data)
-    if magic != _MAGIC or version != 1 or not (0 <= op < len(OPERATIONS) and 0 <= phase < len(PHASES)):
+    if magic != _MAGIC or version != 2 or not (0 <= op < len(OPERATIONS) and 0 <= phase < len(PHASES)):
         return None
     age = max(0.0, time.monotonic() - since_ns * 1e-9)
     return Status(

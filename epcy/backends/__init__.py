@@ -37,13 +37,13 @@ def _find_nvshmem() -> tuple[str, Any, Any]:
         ) from None
     try:
         load_nvshmem()
-        from epcy.backends.nvshmem import NvshmemBackend
+        from epcy.backends.nvshmem_low_latency import LowLatencyNvshmemBackend
         from epcy.backends.symmetric import num_devices
     except (ImportError, OSError) as error:
         raise BackendUnavailableError(f"backend: 'nvshmem' could not be loaded ({error}); {remedy}") from None
     if num_devices() == 0:
         raise BackendUnavailableError(f"backend: 'nvshmem' needs a GPU, and CUDA sees none; {remedy}")
-    return "nvshmem", NvshmemBackend, cupy
+    return "nvshmem", LowLatencyNvshmemBackend, cupy
 
 
 def find(name: str | None) -> tuple[str, Any, Any]:
@@ -64,6 +64,6 @@ def find(name: str | None) -> tuple[str, Any, Any]:
                 raise
     import numpy
 
-    from epcy.backends.host import HostBackend
+    from epcy.backends.host_low_latency import HostLowLatencyBackend
 
-    return "host", HostBackend, numpy
+    return "host", HostLowLatencyBackend, numpy

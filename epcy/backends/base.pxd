@@ -1,8 +1,9 @@
 from libc.stdint cimport int64_t
 
 from epcy.arrays cimport Array
-from epcy.backends.call cimport CombineCall, DispatchCall
-from epcy.handle cimport Dispatch, Handle
+from epcy.backends.call cimport CombineCall, DispatchCall, LowLatencyCombineCall, LowLatencyDispatchCall
+from epcy.backends.low_latency cimport LowLatency
+from epcy.handle cimport Dispatch, Handle, LowLatencyHandle
 from epcy.layout cimport epcy_area, epcy_heap, epcy_shape
 
 
@@ -27,13 +28,20 @@ cdef class Backend:
     cdef list receive_views, combine_views
     cdef bint taken[2]                  # combine areas given out by combine_input
     cdef int next_area
+    cdef LowLatency low_latency         # None: the mode is off
+    cdef readonly str low_latency_transport     # what carries low-latency calls; None: the mode is off
 
     cdef int open_areas(self, owner) except -1
     cdef int close_areas(self) except -1
     cdef int take_area(self) except -1
     cdef Array kept(self, Array array)
     cdef int keep_inputs(self, DispatchCall call) except -1
-    cdef int check_out(self, CombineCall call) except -1
+    cdef int check_out(self, Array out) except -1
     cdef int64_t offset_in_heap(self, Array array) noexcept
     cdef Dispatch result(self, DispatchCall call, Handle handle, int area, list counts, event)
     cdef object view(self, int64_t offset, tuple shape, dtype, owner)
+    cdef tuple low_latency_dispatch(self, LowLatencyDispatchCall call)
+    cdef int low_latency_dispatch_receive(self, LowLatencyDispatchCall call, LowLatencyHandle handle) except -1
+    cdef object low_latency_combine(self, LowLatencyCombineCall call)
+    cdef int low_latency_combine_receive(self, LowLatencyCombineCall call) except -1
+    cdef object low_latency_combine_input(self, int kind)

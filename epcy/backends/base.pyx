@@ -6,9 +6,10 @@ from libc.stdint cimport int64_t
 import numpy as np
 
 from epcy.arrays cimport KIND_BF16, KIND_FP8, KIND_FP16, KIND_FP32, Array, copied, overlap
-from epcy.backends.call cimport CombineCall, DispatchCall
+from epcy.backends.call cimport CombineCall, DispatchCall, LowLatencyCombineCall, LowLatencyDispatchCall
+from epcy.backends.low_latency cimport LowLatency
 from epcy.event cimport completed
-from epcy.handle cimport Area, Dispatch, Handle
+from epcy.handle cimport Area, Dispatch, Handle, LowLatencyHandle
 from epcy.layout cimport EPCY_NUM_AREAS, epcy_area_layout, epcy_num_scales, epcy_shape
 
 from epcy.arrays import DTYPES
@@ -23,6 +24,7 @@ cdef class Backend:
         self.shape.num_topk, self.shape.num_max_tokens = shape["num_topk"], shape["num_max_tokens"]
         self.shape.hidden, self.shape.row_bytes, self.shape.num_rows = (
             shape["hidden"], shape["row_bytes"], shape["num_rows"])
+        self.shape.num_low_latency_tokens = shape["num_low_latency_tokens"]
         self.area = epcy_area_layout(&self.shape)
         self.device = -1
         # All ranks live at this moment; one in another container's pid namespace can never be seen.
@@ -40,12 +42,14 @@ cdef class Backend:
         self.areas = [Area() for _ in range(EPCY_NUM_AREAS)]
         self.receive_views = [self.views(self.heap_layout.receive[i], owner) for i in range(EPCY_NUM_AREAS)]
         self.combine_views = [self.views(self.heap_layout.combine[i], owner) for i in range(EPCY_NUM_AREAS)]
+        if self.shape.num_low_latency_tokens:
+            self.low_latency = LowLatency(self, owner)
         return 0
 
     cdef int close_areas(self) except -1:
         for area in self.areas:
             (<Area>area).generation += 1
-        self.receive_views = self.combine_views = None
+        self.receive_views = self.combine_views = self.low_latency = None
         return 0
 
     cdef int take_area(self) except -1:
@@ -61,6 +65,8 @@ cdef class Backend:
             (<Area>area).generation += 1
         self.next_area = 0
         self.taken[0] = self.taken[1] = False
+        if self.low_latency is not None:
+            self.low_latency.forget()
 
     cdef object view(self, int64_t offset, tuple shape, dtype, owner):
         raise NotImplementedError
@@ -94,6 +100,8 @@ cdef class Backend:
         for view in (*self.receive_views, *self.combine_views):
             for array in view.values():
                 array[:rows].view(np.uint8).reshape(-1)[::4096] |= 0
+        if self.low_latency is not None:
+            self.low_latency.touch()
 
     # ---- dispatch -------------------------------------------------------------------------------------------
 
@@ -158,8 +166,8 @@ cdef class Backend:
             return array.data - self.start
         return -1
 
-    cdef int check_out(self, CombineCall call) except -1:
-        if overlap(call.out, self.start, self.heap_layout.bytes):
+    cdef int check_out(self, Array out) except -1:
+        if overlap(out, self.start, self.heap_layout.bytes):
             raise ArgumentError(f"out: expected memory of your own, got the Buffer's, which other ranks may be reading "
                                 f"(rank {self.rank}); leave it out, or give an array from numpy.empty or cupy.empty")
         return 0
@@ -169,7 +177,7 @@ cdef class Backend:
         cdef int i
         cdef bint stage_weights = False
         call.x_offset, call.weights_offset, call.area, call.consumed = self.offset_in_heap(call.x), -1, -1, -1
-        self.check_out(call)
+        self.check_out(call.out)
         for i in range(EPCY_NUM_AREAS):
             if 0 <= call.x.data - self.start - self.heap_layout.combine[i] < self.area.bytes:
                 call.area = call.consumed = i
@@ -183,6 +191,28 @@ cdef class Backend:
             if self.taken[call.area]:
                 raise StateError(f"x: it lies outside the Buffer's memory, and both combine areas are given out by "
                                  f"combine_input (rank {self.rank}); combine one of those first")
+
+    # ---- low latency ----------------------------------------------------------------------------------------
+
+    cdef tuple low_latency_dispatch(self, LowLatencyDispatchCall call):
+        """Send, and unless call.return_recv_hook receive; return LowLatency.result()."""
+        raise NotImplementedError
+
+    cdef int low_latency_dispatch_receive(self, LowLatencyDispatchCall call, LowLatencyHandle handle) except -1:
+        """Receive what was only sent: the hook."""
+        raise NotImplementedError
+
+    cdef object low_latency_combine(self, LowLatencyCombineCall call):
+        """Send, and unless call.return_recv_hook receive; return the event. call.area is taken."""
+        raise NotImplementedError
+
+    cdef int low_latency_combine_receive(self, LowLatencyCombineCall call) except -1:
+        """Receive what was only sent: the hook."""
+        raise NotImplementedError
+
+    cdef object low_latency_combine_input(self, int kind):
+        """Give out a low-latency combine area, until the combine that uses it is received."""
+        return self.low_latency.inputs[self.low_latency.give_input()][kind]
 
     # ---- what has no meaning where every call is over when it returns ------------------------------------------
 

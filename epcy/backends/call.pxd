@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 from epcy.arrays cimport Array
 from epcy.event cimport Event
@@ -38,3 +38,24 @@ cdef class CombineCall(Call):
     cdef int64_t weights_offset     # likewise; -1 also for none
     cdef int area                   # the combine area to stage in, or -1
     cdef int consumed               # the combine area given out by combine_input that x lies in, or -1
+
+
+cdef class LowLatencyDispatchCall(Call):
+    """A low-latency dispatch. topk_weights: (T, K), kept by the handle, or None."""
+
+    cdef Array topk_idx             # (T, K)
+    cdef Array stats                # (L,) of int32 or int64, or None: the receive adds the counts to it
+    cdef bint use_fp8, round_scale, use_ue8m0
+    cdef bint return_recv_hook      # only send
+
+
+cdef class LowLatencyCombineCall(Call):
+    """A low-latency combine. x: (L, R * M', H), contiguous; topk_weights: (T, K), or None: the dispatch's."""
+
+    cdef Array out                  # (T, H)
+    cdef int reduction              # a number of REDUCTIONS
+    cdef bint use_logfmt
+    cdef bint return_recv_hook      # only send
+    cdef int area                   # the combine area that is this call's until it is received
+    cdef bint in_area               # x is that area: nothing to stage
+    cdef uint64_t epoch             # of the call; the backend's

@@ -11,3 +11,11 @@ cdef class DispatchCall(Call):
 
 cdef class CombineCall(Call):
     pass
+
+
+cdef class LowLatencyDispatchCall(Call):
+    pass
+
+
+cdef class LowLatencyCombineCall(Call):
+    pass

@@ -144,4 +144,3 @@ cdef extern from "epcy/cuda.h" nogil:
     int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_sms, void *stream)
     int epcy_cuda_launch_combine_expert(const epcy_cuda_combine *call, int num_sms, void *stream)
     int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream)
-    int epcy_cuda_launch_reset(const epcy_peers *peers, uint32_t number, void *stream)

@@ -17,6 +17,11 @@ cdef extern from "epcy/host.h" nogil:
         EPCY_OP_COMBINE
         EPCY_OP_BARRIER
         EPCY_OP_FREE
+        EPCY_OP_LOW_LATENCY_DISPATCH
+        EPCY_OP_LOW_LATENCY_COMBINE
+        EPCY_LOW_LATENCY_DISPATCH
+        EPCY_LOW_LATENCY_COMBINE
+        EPCY_NUM_SLOTS
         EPCY_PHASE_IDLE
         EPCY_PHASE_ARRIVAL
         EPCY_PHASE_DATA
@@ -28,6 +33,8 @@ cdef extern from "epcy/host.h" nogil:
         EPCY_WORD_BROKEN
         EPCY_WORD_RESET
         EPCY_WORD_EPOCH
+        EPCY_WORD_RECEIVED_DISPATCH
+        EPCY_WORD_RECEIVED_COMBINE
         EPCY_WAIT_DONE
         EPCY_WAIT_PENDING
         EPCY_WAIT_BROKEN
@@ -40,6 +47,7 @@ cdef extern from "epcy/host.h" nogil:
         int32_t version, pid, rank, size
 
     ctypedef struct epcy_record:
+        uint64_t epoch
         int32_t op, dtype, layout, cached, has_weights, refused, waits
         int64_t alignment
         uint64_t routing
@@ -84,6 +92,36 @@ cdef extern from "epcy/host.h" nogil:
     ctypedef struct epcy_bad_id:
         int64_t num_bad, token, lane, value
 
+    ctypedef struct epcy_low_latency_header:
+        uint64_t epoch
+        int32_t op, dtype, use_fp8, round_scale, use_ue8m0, reduction, use_logfmt, has_weights
+        uint64_t routing
+        int64_t num_tokens, y_offset
+        int32_t refused
+        char *text
+
+    ctypedef struct epcy_low_latency_send:
+        const char *x
+        int64_t x_stride_bytes, num_tokens
+        const void *topk_idx
+        int32_t is_int64, dtype, use_fp8, round_scale, use_ue8m0, slot
+        epcy_route *routes
+        epcy_bad_id bad
+
+    ctypedef struct epcy_low_latency_receive:
+        uint64_t epoch
+        char *payload
+        char *scales
+        int64_t *counts
+        int64_t row_bytes, scale_bytes
+        epcy_route *routes
+        int64_t num_tokens
+
+    ctypedef struct epcy_low_latency_combine:
+        uint64_t epoch
+        epcy_host_combine sum
+        int32_t at_source, use_logfmt
+
     int64_t epcy_host_control_bytes(const epcy_shape *shape)
     int epcy_host_open(epcy_host *h, double spin_us, int num_threads)
     void epcy_host_close(epcy_host *h)
@@ -101,6 +139,11 @@ cdef extern from "epcy/host.h" nogil:
     void epcy_host_place(const epcy_host *h, epcy_host_dispatch *call)
     void epcy_host_send(epcy_host *h, const epcy_host_dispatch *call)
     void epcy_host_combine_rows(epcy_host *h, const epcy_host_combine *call)
+    epcy_low_latency_header *epcy_low_latency_header_at(const epcy_host *h, int64_t rank, int kind, int slot)
+    const epcy_low_latency_header *epcy_low_latency_find(const epcy_host *h, int64_t rank, int kind, uint64_t epoch)
+    void epcy_host_low_latency_send(epcy_host *h, epcy_low_latency_send *call)
+    void epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive *call)
+    void epcy_host_low_latency_combine(epcy_host *h, const epcy_low_latency_combine *call)
     int epcy_simd_level()
     int epcy_simd_limit(int level)
     void epcy_cast_to_fp8(const void *x, int dtype, int64_t num_rows, int64_t hidden, int power_of_two,
@@ -135,3 +178,13 @@ cdef class HostBackend(Backend):
     cdef HostHandle nothing_came(self, HostHandle of, error)
     cdef HostHandle count(self, DispatchCall call, epcy_record *record)
     cdef int stage(self, CombineCall call) except -1
+
+    # what host_low_latency.pyx needs of C: the kernels are linked with this module alone
+    cdef void store(self, int word, uint64_t value) noexcept
+    cdef void phase(self, int op, int phase) noexcept
+    cdef epcy_low_latency_header *header(self, int64_t rank, int kind, int slot) noexcept
+    cdef const epcy_low_latency_header *find(self, int64_t rank, int kind, uint64_t epoch) noexcept
+    cdef void send_rows(self, epcy_low_latency_send *call) noexcept nogil
+    cdef void receive_rows(self, const epcy_low_latency_receive *call) noexcept nogil
+    cdef void sum_rows(self, const epcy_low_latency_combine *call) noexcept nogil
+    cdef int op_of(self, int64_t rank, uint64_t epoch) noexcept

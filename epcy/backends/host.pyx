@@ -36,7 +36,8 @@ cdef extern from "Python.h":
     int Py_AtExit(void (*function)() noexcept nogil)
 
 OPERATIONS = status_pages.OPERATIONS
-WAITED_FOR = {EPCY_WORD_ARRIVED: "arrival", EPCY_WORD_DONE: "completion", EPCY_WORD_RESET: "reset"}
+WAITED_FOR = {EPCY_WORD_ARRIVED: "arrival", EPCY_WORD_DONE: "completion", EPCY_WORD_RESET: "reset",
+              EPCY_WORD_RECEIVED_DISPATCH: "receipt", EPCY_WORD_RECEIVED_COMBINE: "receipt"}
 
 
 def heap_layout(dict shape):
@@ -45,9 +46,11 @@ def heap_layout(dict shape):
     s.num_ranks, s.num_experts, s.num_topk = shape["num_ranks"], shape["num_experts"], shape["num_topk"]
     s.num_max_tokens, s.hidden = shape["num_max_tokens"], shape["hidden"]
     s.row_bytes, s.num_rows = shape["row_bytes"], shape["num_rows"]
+    s.num_low_latency_tokens = shape["num_low_latency_tokens"]
     heap = epcy_heap_layout(&s, epcy_host_control_bytes(&s))
     return {"control": heap.receive[0], "receive": heap.combine[0] - heap.receive[0],
-            "combine": heap.bytes - heap.combine[0], "total": heap.bytes}
+            "combine": heap.low_latency_x[0] - heap.combine[0], "low_latency": heap.bytes - heap.low_latency_x[0],
+            "total": heap.bytes}
 
 
 def simd_level(limit=None):
@@ -160,7 +163,7 @@ cdef class HostBackend(Backend):
         self.h.epoch += 1
         record = epcy_host_record(&self.h, self.h.rank, self.h.epoch)
         memset(record, 0, sizeof(epcy_record) - EPCY_TEXT_BYTES)
-        record.op = op
+        record.epoch, record.op = self.h.epoch, op
         epcy_host_phase(&self.h, op, EPCY_PHASE_ARRIVAL)
         return record
 
@@ -207,7 +210,11 @@ cdef class HostBackend(Backend):
         except BaseException:       # PeerTimeoutError; but a signal's handler may raise in any line of Python
             if op == EPCY_OP_DISPATCH and word == EPCY_WORD_ARRIVED:
                 (<Area>self.areas[self.next_area]).generation += 1      # a late rank may still write there
-            self.break_off(self.h.epoch)
+            # A hook waits for a call that may be older than the last one; a receipt is waited for before a call.
+            if word == EPCY_WORD_ARRIVED:
+                self.break_off(value)
+            else:
+                self.break_off(self.h.epoch + (word >= EPCY_WORD_RECEIVED_DISPATCH))
             raise
         return 0
 
@@ -273,7 +280,8 @@ cdef class HostBackend(Backend):
             self.mourn(op, word, dead)
         seen = [epcy_host_word(&self.h, r, word) for r in culprits[:16]]
         name = "reset" if word == EPCY_WORD_RESET else OPERATIONS[op]
-        raise verdicts.late(name, self.h.epoch, self.h.rank, culprits, WAITED_FOR[word], value, seen,
+        epoch = self.h.epoch if word == EPCY_WORD_RESET else value
+        raise verdicts.late(name, epoch, self.h.rank, culprits, WAITED_FOR[word], value, seen,
                             self.where(culprits), gone, waited, self.timeout)
 
     def mourn(self, int op, int word, list dead):
@@ -290,6 +298,8 @@ cdef class HostBackend(Backend):
         cdef bint differs = False
         for rank in range(size):
             r = epcy_host_record(&self.h, rank, self.h.epoch)
+            if r.epoch != self.h.epoch:         # a low-latency call has no record
+                return self.mismatch()
             if r.refused and rank != self.h.rank:
                 text = (<bytes>r.text).decode(errors="replace")
                 return PeerError(f"rank {rank} refused {OPERATIONS[r.op]} (call {self.h.epoch}): {text}", [rank])
@@ -301,6 +311,9 @@ cdef class HostBackend(Backend):
     def mismatch(self):
         cdef epcy_record *r
         records = []
+        ops = [self.op_of(rank, self.h.epoch) for rank in range(self.h.shape.num_ranks)]
+        if any([op in (0, EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_OP_LOW_LATENCY_COMBINE) for op in ops]):
+            return verdicts.low_latency_mismatch(self.h.epoch, [(op,) + (0,) * 8 for op in ops])
         for rank in range(self.h.shape.num_ranks):
             r = epcy_host_record(&self.h, rank, self.h.epoch)
             records.append((r.op, r.dtype, r.layout, r.cached, r.has_weights, r.alignment, r.routing))
@@ -472,6 +485,42 @@ cdef class HostBackend(Backend):
             r.combined_topk_weights = call.out_weights.owner
         return r
 
+    # ---- what host_low_latency.pyx needs of C -----------------------------------------------------------------
+
+    cdef void store(self, int word, uint64_t value) noexcept:
+        epcy_host_store(&self.h, word, value)
+
+    cdef void phase(self, int op, int phase) noexcept:
+        epcy_host_phase(&self.h, op, phase)
+
+    cdef epcy_low_latency_header *header(self, int64_t rank, int kind, int slot) noexcept:
+        return epcy_low_latency_header_at(&self.h, rank, kind, slot)
+
+    cdef const epcy_low_latency_header *find(self, int64_t rank, int kind, uint64_t epoch) noexcept:
+        return epcy_low_latency_find(&self.h, rank, kind, epoch)
+
+    cdef void send_rows(self, epcy_low_latency_send *call) noexcept nogil:
+        epcy_host_low_latency_send(&self.h, call)
+
+    cdef void receive_rows(self, const epcy_low_latency_receive *call) noexcept nogil:
+        epcy_host_low_latency_receive(&self.h, call)
+
+    cdef void sum_rows(self, const epcy_low_latency_combine *call) noexcept nogil:
+        epcy_host_low_latency_combine(&self.h, call)
+
+    cdef int op_of(self, int64_t rank, uint64_t epoch) noexcept:
+        """The operation of a rank that has arrived in this call; 0: it has gone on, and its records with it."""
+        cdef epcy_record *record = epcy_host_record(&self.h, rank, epoch)
+        cdef const epcy_low_latency_header *header
+        cdef int kind
+        if record.epoch == epoch:
+            return record.op
+        for kind in range(2 if self.h.shape.num_low_latency_tokens else 0):
+            header = epcy_low_latency_find(&self.h, rank, kind, epoch)
+            if header != NULL:
+                return header.op
+        return 0
+
     # ---- life ---------------------------------------------------------------------------------------------
 
     def barrier(self, int op=EPCY_OP_BARRIER):
@@ -498,6 +547,8 @@ cdef class HostBackend(Backend):
         self.h.epoch = most + 2
         epcy_host_store(&self.h, EPCY_WORD_ARRIVED, self.h.epoch)
         epcy_host_store(&self.h, EPCY_WORD_DONE, self.h.epoch)
+        epcy_host_store(&self.h, EPCY_WORD_RECEIVED_DISPATCH, self.h.epoch)
+        epcy_host_store(&self.h, EPCY_WORD_RECEIVED_COMBINE, self.h.epoch)
         epcy_host_store(&self.h, EPCY_WORD_BROKEN, 0)
         self.num_resets += 1
         epcy_host_store(&self.h, EPCY_WORD_RESET, self.num_resets)

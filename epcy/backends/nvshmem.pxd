@@ -6,6 +6,7 @@ from epcy.arrays cimport Array
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport Call, CombineCall, DispatchCall
 from epcy.backends.cuda cimport epcy_cuda_combine, epcy_cuda_dispatch, epcy_cuda_routing, epcy_peers, epcy_report
+from epcy.backends.cuda_low_latency cimport epcy_low_latency_wire
 from epcy.event cimport Event
 from epcy.handle cimport Handle
 
@@ -44,6 +45,7 @@ cdef class CudaHandle(Handle):
 
 cdef class NvshmemBackend(Backend):
     cdef epcy_peers peers
+    cdef epcy_low_latency_wire wire     # bytes 0: no low-latency mode
     cdef Mapped mapped
     cdef object memory                  # symmetric.Allocation
     cdef uintptr_t own_stream
@@ -52,6 +54,7 @@ cdef class NvshmemBackend(Backend):
     cdef uint32_t num_tickets, num_resets, num_calls
     cdef int dispatch_peer_blocks, dispatch_own_blocks, expert_own_blocks, expert_copy_blocks
     cdef int combine_blocks, combine_expert_blocks
+    cdef object last_error              # what was told last of calls that nobody waited for
     cdef list alive                     # events whose work may still need its arrays, oldest first
     cdef list captured                  # arrays that graphs may use
     cdef object pool                    # CuPy memory of handles alone: reused only after all work on it has passed
@@ -65,5 +68,6 @@ cdef class NvshmemBackend(Backend):
     cdef int wait_report(self, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, str op) except -1
     cdef int launch_step(self, uint32_t header, bytes text, uint32_t ticket, uintptr_t stream) except -1
     cdef int settle(self, str op) except -1
+    cdef object reported(self)
     cdef object late_error(self)
     cdef object late_ranks(self)

@@ -19,6 +19,9 @@ from epcy.arrays cimport KIND_INT64, Array
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport Call, CombineCall, DispatchCall
 from epcy.backends.cuda cimport *
+from epcy.backends.cuda_low_latency cimport (
+    EPCY_LOW_LATENCY_FP8, EPCY_LOW_LATENCY_LOGFMT, EPCY_LOW_LATENCY_ROUND_SCALE, EPCY_LOW_LATENCY_SOURCE,
+    EPCY_LOW_LATENCY_UE8M0, EPCY_LOW_LATENCY_WEIGHTS, epcy_cuda_launch_reset, epcy_low_latency_wire_layout)
 from epcy.backends.symmetric cimport check
 from epcy.event cimport Event
 from epcy.handle cimport Combine, Dispatch, Handle
@@ -27,7 +30,7 @@ from epcy.layout cimport EPCY_NUM_AREAS, epcy_heap_layout, epcy_num_local_expert
 from epcy.backends import bootstrap, symmetric, verdicts
 from epcy.backends.host import bound_exit
 from epcy.errors import (
-    BackendError, CapacityError, HeapError, NotSupportedError, PeerError,
+    ArgumentError, BackendError, CapacityError, HeapError, NotSupportedError, PeerError,
     PeerTimeoutError, StateError)
 from epcy.status import OPERATIONS
 
@@ -38,16 +41,29 @@ cdef enum:
     OP_FREE = 4
 
 cdef int64_t SLICE_NS = 100_000_000     # how long a wait stays in C before it looks for Ctrl-C and dead ranks
-PHASES = ("", "arrival", "counts", "starts", "data", "completion", "reset")     # enum epcy_cuda_phase
+# enum epcy_cuda_phase
+PHASES = ("", "arrival", "counts", "starts", "data", "completion", "reset", "acknowledgement", "data")
+OP_LOW_LATENCY = OPERATIONS.index("low_latency_dispatch")   # operations from here on have headers of their own
+
+cdef void *spare_events[64]             # a process uses one GPU: any event fits anywhere
+cdef int num_spare_events = 0
 
 
 cdef class CudaEvent(Event):
     def __dealloc__(self):
-        if self.event != NULL:
+        global num_spare_events
+        if self.event != NULL and num_spare_events < 64:
+            spare_events[num_spare_events] = self.event
+            num_spare_events += 1
+        elif self.event != NULL:
             epcy_cuda_event_free(self.event)
 
     cdef int record(self, uintptr_t stream) except -1:
-        if self.event == NULL:
+        global num_spare_events
+        if self.event == NULL and num_spare_events:
+            num_spare_events -= 1
+            self.event = spare_events[num_spare_events]
+        elif self.event == NULL:
             check(epcy_cuda_event(&self.event), "cudaEventCreate")
         return check(epcy_cuda_event_record(self.event, <void *>stream), "cudaEventRecord")
 
@@ -127,7 +143,9 @@ cdef class NvshmemBackend(Backend):
         options["device"] = self.device = symmetric.choose_device(options["device"], identities, self.rank)
         symmetric.start(comm, self.device, None, self.timeout)
         self.peers.control = epcy_control_layout(&self.shape)
-        self.heap_layout = epcy_heap_layout(&self.shape, self.peers.control.bytes)
+        self.wire = epcy_low_latency_wire_layout(&self.shape, self.peers.control.bytes)
+        words_bytes = self.peers.control.bytes + self.wire.bytes
+        self.heap_layout = epcy_heap_layout(&self.shape, words_bytes)
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             free_bytes = cupy.cuda.runtime.memGetInfo()[0]
@@ -145,7 +163,7 @@ cdef class NvshmemBackend(Backend):
             for rank in range(self.num_ranks):
                 self.peers.base[rank] = <char *><uintptr_t>self.memory.bases[rank]
             self.start = self.peers.base[self.rank]
-            check(epcy_cuda_zero(self.start, self.peers.control.bytes), "cudaMemset")
+            check(epcy_cuda_zero(self.start, words_bytes), "cudaMemset")
             self.mapped = Mapped(epcy_num_local_experts(&self.shape))
             self.peers.shape, self.peers.area, self.peers.heap = self.shape, self.area, self.heap_layout
             self.peers.rank, self.peers.report = self.rank, self.mapped.device_report
@@ -437,7 +455,7 @@ cdef class NvshmemBackend(Backend):
         if call.handle.layout == "rank":
             return Backend.prepare_combine(self, call)
         call.x_offset = call.weights_offset = call.area = call.consumed = -1
-        self.check_out(call)
+        self.check_out(call.out)
         for i in range(EPCY_NUM_AREAS):
             at = call.x.data - self.start - self.heap_layout.combine[i]
             if 0 <= at < self.area.bytes:
@@ -465,6 +483,12 @@ cdef class NvshmemBackend(Backend):
                                   <void *>stream), "staging x")
             c.x, c.x_stride_bytes = self.start + c.y_offset, c.row_bytes
         return 0
+
+    cdef int check_out(self, Array out) except -1:
+        if <uintptr_t>out.data % 16:
+            raise ArgumentError(f"out: expected memory that begins at a multiple of 16 bytes, got {<uintptr_t>out.data:#x}"
+                                f" (rank {self.rank}); give a whole array from cupy.empty")
+        return Backend.check_out(self, out)
 
     cdef int64_t offset_in_heap(self, Array array) noexcept:
         # Headers name places in steps of 128 bytes.
@@ -605,8 +629,8 @@ cdef class NvshmemBackend(Backend):
         text = verdicts.no_room_for_rows(epoch, rank, rows, limit)
         raise CapacityError(text) if rank == self.rank else PeerError(text, [rank])
 
-    cdef object late_error(self):
-        """What a kernel reported for which the host did not wait, once; or None."""
+    cdef object reported(self):
+        """What a kernel reported for which the host did not wait; or None."""
         cdef epcy_report *r = self.mapped.report
         cdef uint32_t *headers
         cdef int i
@@ -618,20 +642,32 @@ cdef class NvshmemBackend(Backend):
         if r.expired:
             self.broken = True
             error = self.late_ranks()
-            r.expired = 0
         elif r.late_verdict == EPCY_VERDICT_REFUSED:
             error = PeerError((<bytes>r.late_text).decode(errors="replace"), [r.late_rank])
         elif r.late_verdict == EPCY_VERDICT_MISMATCH:
             headers = <uint32_t *>&r.late_text[0]
-            error = verdicts.mismatch(headers[self.num_ranks], records([headers[i] for i in range(self.num_ranks)]))
+            found = [headers[i] for i in range(self.num_ranks)]
+            if max([h & 7 for h in found]) >= OP_LOW_LATENCY:
+                error = verdicts.low_latency_mismatch(headers[self.num_ranks], low_latency_records(found))
+            else:
+                error = verdicts.mismatch(headers[self.num_ranks], records(found))
         elif first >= 0:
             error = verdicts.bad_id(self.rank, r.bad[first].token, r.bad[first].lane, r.bad[first].value,
                                     self.shape.num_experts)
         elif r.late_rows:
             error = verdicts.dropped(self.num_calls, self.rank, r.late_rows, r.late_limit)
+        return error
+
+    cdef object late_error(self):
+        """The same, once."""
+        cdef epcy_report *r = self.mapped.report
+        cdef int i
+        error = self.reported()
+        if error is not None:
+            self.last_error = error
         for i in range(EPCY_MAX_CHUNKS):
             r.bad[i].epoch = 0
-        r.late_verdict = 0
+        r.expired = r.late_verdict = 0
         r.late_rows = 0
         return error
 
@@ -641,7 +677,7 @@ cdef class NvshmemBackend(Backend):
         cdef int64_t R = self.num_ranks
         phase, culprits, seen, words = PHASES[r.phase], [r.peer], [r.seen >> 32], None
         expected = r.expected >> 32
-        if phase == "arrival":
+        if phase == "arrival" and r.operation < OP_LOW_LATENCY:
             at = self.peers.control.headers + (r.epoch & 1) * R * EPCY_NUM_HEADERS * 8
             words = self.fetch(at, R * EPCY_NUM_HEADERS, np.uint64)[::EPCY_NUM_HEADERS]
         elif phase == "reset":
@@ -682,7 +718,7 @@ cdef class NvshmemBackend(Backend):
             self.late_error()
             self.num_resets += 1
             peers.ticket = self.next_ticket()
-            check(epcy_cuda_launch_reset(&peers, self.num_resets, <void *>self.own_stream), "launching reset")
+            check(epcy_cuda_launch_reset(&peers, &self.wire, self.num_resets, <void *>self.own_stream), "launching reset")
             self.broken = False
             try:
                 self.wait_report(peers.ticket, self.rank, 1, 0, "reset")
@@ -731,3 +767,10 @@ class Foreign:
 def records(headers):
     """Take headers apart: operation, dtype, layout, cached, has weights, alignment, routing of each rank."""
     return [(h & 7, h >> 3 & 7, h >> 6 & 1, h >> 7 & 1, h >> 8 & 1, h >> 9 & 1023, h >> 19 & 511) for h in headers]
+
+
+def low_latency_records(headers):
+    """Take those of low-latency calls apart: operation, dtype, the options, has weights, routing."""
+    bits = (EPCY_LOW_LATENCY_FP8, EPCY_LOW_LATENCY_ROUND_SCALE, EPCY_LOW_LATENCY_UE8M0, EPCY_LOW_LATENCY_SOURCE,
+            EPCY_LOW_LATENCY_LOGFMT, EPCY_LOW_LATENCY_WEIGHTS)
+    return [(h & 7, h >> 3 & 7, *[int(h & bit != 0) for bit in bits], h >> 19 & 511) for h in headers]

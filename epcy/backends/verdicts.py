@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from epcy.backends.names import LAYOUTS, PAYLOADS
+from epcy.backends.names import LAYOUTS, PAYLOADS, REDUCTIONS
 from epcy.errors import ArgumentError, CapacityError, MismatchError, PeerTimeoutError
 from epcy.status import OPERATIONS
 
-__all__ = ["bad_id", "dropped", "ended", "late", "mismatch", "no_room_for_rows"]
+__all__ = ["bad_id", "dropped", "ended", "late", "low_latency_mismatch", "mismatch", "no_room_for_rows"]
 
 # A record's fields, as they are compared: operation, dtype, layout, cached, has weights, alignment, routing.
 Record = tuple[int, int, int, int, int, int, int]
+# Those of a low-latency call: operation, dtype, use_fp8, round_scale, use_ue8m0, reduction, use_logfmt, has weights,
+# routing.
+LowLatencyRecord = tuple[int, int, int, int, int, int, int, int, int]
 
 
 def late(
@@ -77,6 +80,30 @@ def mismatch(epoch: int, records: Sequence[Record]) -> MismatchError:
                 ("handle", f"that of call {routing}"),
             ]
         )
+    return _first_difference(epoch, rows)
+
+
+def low_latency_mismatch(epoch: int, records: Sequence[LowLatencyRecord]) -> MismatchError:
+    """Return the same for low-latency calls; a rank in another call has a record of zeros after its operation."""
+    rows = []
+    for op, dtype, use_fp8, round_scale, use_ue8m0, reduction, use_logfmt, has_weights, routing in records:
+        rows.append(
+            [
+                ("operation", f"in {OPERATIONS[op]}" if op else "in another call"),
+                ("x.dtype", PAYLOADS[dtype]),
+                ("use_fp8", str(bool(use_fp8))),
+                ("round_scale", str(bool(round_scale))),
+                ("use_ue8m0", str(bool(use_ue8m0))),
+                ("reduction", repr(REDUCTIONS[reduction])),
+                ("use_logfmt", str(bool(use_logfmt))),
+                ("topk_weights", "given" if has_weights else "not given"),
+                ("handle", f"that of call {routing}"),
+            ]
+        )
+    return _first_difference(epoch, rows)
+
+
+def _first_difference(epoch: int, rows: Sequence[Sequence[tuple[str, str]]]) -> MismatchError:
     columns = list(zip(*rows, strict=True))
     column = next((c for c in columns if len({value for _, value in c}) > 1), columns[-1])
     shown = ", ".join(f"rank {rank}: {value}" for rank, (_, value) in enumerate(column[:16]))

@@ -138,7 +138,9 @@ enum epcy_cuda_phase {
   EPCY_CUDA_STARTS,
   EPCY_CUDA_DATA,
   EPCY_CUDA_COMPLETION,
-  EPCY_CUDA_RESET
+  EPCY_CUDA_RESET,
+  EPCY_CUDA_ACKS, /* low latency: that a peer has received the call before the last */
+  EPCY_CUDA_LINES /* low latency: rows */
 };
 
 /* A handle's arrays on the device. Chunk c of C is the tokens from T c / C on; a call on the handle may have another
@@ -251,7 +253,6 @@ int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_sms, void *s
 int epcy_cuda_launch_combine_expert(const epcy_cuda_combine *call, int num_sms, void *stream);
 /* A call that moves nothing: header (refused, barrier or free), text or NULL. */
 int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream);
-int epcy_cuda_launch_reset(const epcy_peers *peers, uint32_t round, void *stream);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -9,7 +9,16 @@
 
 #define EPCY_TEXT_BYTES 512
 
-enum epcy_op { EPCY_OP_NONE, EPCY_OP_DISPATCH, EPCY_OP_COMBINE, EPCY_OP_BARRIER, EPCY_OP_FREE };
+enum epcy_op { /* OPERATIONS in epcy/status.py */
+               EPCY_OP_NONE,
+               EPCY_OP_DISPATCH,
+               EPCY_OP_COMBINE,
+               EPCY_OP_BARRIER,
+               EPCY_OP_FREE,
+               EPCY_OP_LOW_LATENCY_DISPATCH,
+               EPCY_OP_LOW_LATENCY_COMBINE,
+               EPCY_NUM_OPS
+};
 enum epcy_phase { EPCY_PHASE_IDLE, EPCY_PHASE_ARRIVAL, EPCY_PHASE_DATA, EPCY_PHASE_COMPLETION };
 enum epcy_dtype { EPCY_BF16, EPCY_FP16, EPCY_FP32, EPCY_FP8, EPCY_NUM_DTYPES };
 enum epcy_layout { EPCY_LAYOUT_RANK, EPCY_LAYOUT_EXPERT };
@@ -19,6 +28,8 @@ enum epcy_word {
   EPCY_WORD_BROKEN,
   EPCY_WORD_RESET,
   EPCY_WORD_EPOCH,
+  EPCY_WORD_RECEIVED_DISPATCH, /* low latency: every dispatch up to this call is received here */
+  EPCY_WORD_RECEIVED_COMBINE,  /* and every combine */
   EPCY_NUM_WORDS
 };
 enum epcy_wait { EPCY_WAIT_DONE, EPCY_WAIT_PENDING, EPCY_WAIT_BROKEN };
@@ -29,15 +40,16 @@ typedef struct epcy_status {
   int32_t version, pid, rank, size;
   int32_t op, phase;
   uint64_t epoch;
-  int64_t since_ns;     /* CLOCK_MONOTONIC */
-  int64_t num_calls[5]; /* by operation */
+  int64_t since_ns; /* CLOCK_MONOTONIC */
+  int64_t num_calls[EPCY_NUM_OPS];
 } epcy_status;
 #define EPCY_STATUS_MAGIC 0x7375746174737965ull
-#define EPCY_STATUS_VERSION 1
+#define EPCY_STATUS_VERSION 2
 
 /* What a rank says when it enters a call. Fields up to `has_weights`, `alignment` and `routing` must be equal on all
  * ranks. */
 typedef struct epcy_record {
+  uint64_t epoch; /* of the call */
   int32_t op, dtype, layout, cached, has_weights;
   int32_t refused; /* this rank takes part without data; `text` says why */
   int32_t waits;   /* its host waits for the counts, so an overflow is refused and not clipped */
@@ -58,6 +70,20 @@ typedef struct epcy_route {
   int32_t rank, lane, local_expert, unused;
   int64_t row;
 } epcy_route;
+
+/* What a rank says of a low-latency call. Each kind of call has two, and keeps one until all ranks have received its
+ * call. Fields up to `routing` must be equal on all ranks. */
+typedef struct epcy_low_latency_header {
+  uint64_t epoch; /* of the call; 0: none yet */
+  int32_t op, dtype, use_fp8, round_scale, use_ue8m0, reduction, use_logfmt, has_weights;
+  uint64_t routing;   /* combine: epoch of the dispatch that made the handle */
+  int64_t num_tokens; /* dispatch: T */
+  int64_t y_offset;   /* combine: where the experts' rows lie */
+  int32_t refused, unused;
+  char text[EPCY_TEXT_BYTES];
+} epcy_low_latency_header;
+enum epcy_low_latency_kind { EPCY_LOW_LATENCY_DISPATCH, EPCY_LOW_LATENCY_COMBINE, EPCY_NUM_LOW_LATENCY_KINDS };
+#define EPCY_NUM_SLOTS 2
 
 struct epcy_pool;
 
@@ -106,6 +132,33 @@ typedef struct epcy_bad_id {
   int64_t num_bad, token, lane, value;
 } epcy_bad_id;
 
+/* The sending half of a low-latency dispatch: rows into this rank's own slot. */
+typedef struct epcy_low_latency_send {
+  const char *x;
+  int64_t x_stride_bytes, num_tokens;
+  const void *topk_idx;
+  int32_t is_int64, dtype, use_fp8, round_scale, use_ue8m0, slot;
+  epcy_route *routes; /* (T, K), owned by the handle; rows are ordinals until the call is received */
+  epcy_bad_id bad;    /* out */
+} epcy_low_latency_send;
+
+/* The receiving half: rows out of everybody's slots. */
+typedef struct epcy_low_latency_receive {
+  uint64_t epoch;
+  char *payload, *scales; /* of the receive area; scales NULL without use_fp8 */
+  int64_t *counts;        /* out: (L,) */
+  int64_t row_bytes, scale_bytes;
+  epcy_route *routes; /* the source's own, which get their rows */
+  int64_t num_tokens;
+} epcy_low_latency_receive;
+
+/* A low-latency combine: `sum` with expert weights, rows from where the headers say. */
+typedef struct epcy_low_latency_combine {
+  uint64_t epoch;
+  epcy_host_combine sum;
+  int32_t at_source, use_logfmt;
+} epcy_low_latency_combine;
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -114,6 +167,7 @@ extern "C" {
 int64_t epcy_host_control_bytes(const epcy_shape *shape);
 int epcy_host_open(epcy_host *h, double spin_us, int num_threads); /* 0, or an errno */
 void epcy_host_close(epcy_host *h);
+char *epcy_host_wire(const epcy_host *h, int64_t rank); /* what low_latency.c lays out */
 epcy_status *epcy_host_status(const epcy_host *h, int64_t rank);
 epcy_record *epcy_host_record(const epcy_host *h, int64_t rank, uint64_t epoch);
 int64_t *epcy_host_counts(const epcy_host *h, int64_t rank, uint64_t epoch);
@@ -133,6 +187,17 @@ void epcy_host_send(epcy_host *h, const epcy_host_dispatch *call);
 
 /* combine.c */
 void epcy_host_combine_rows(epcy_host *h, const epcy_host_combine *call);
+
+/* low_latency.c */
+int64_t epcy_low_latency_wire_bytes(const epcy_shape *shape); /* headers and slots; 0 where the mode is off */
+epcy_low_latency_header *epcy_low_latency_header_at(const epcy_host *h, int64_t rank, int kind, int slot);
+/* That rank's header of this call, or NULL: it is in another call. Its `arrived` word has been seen. */
+const epcy_low_latency_header *epcy_low_latency_find(const epcy_host *h, int64_t rank, int kind, uint64_t epoch);
+void epcy_host_low_latency_send(epcy_host *h, epcy_low_latency_send *call);
+void epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive *call);
+
+/* combine.c */
+void epcy_host_low_latency_combine(epcy_host *h, const epcy_low_latency_combine *call);
 
 /* simd.c: casts between float32 and what travels; `level` 0 is the portable path. */
 int epcy_simd_level(void);

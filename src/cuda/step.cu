@@ -1,4 +1,5 @@
 // Calls that move nothing: a barrier, a rank that refuses its arguments, and reset.
+#include "epcy/low_latency.h"
 #include "launch.cuh"
 #include "step.cuh"
 
@@ -26,23 +27,39 @@ __global__ void __launch_bounds__(256, 1)
   if (threadIdx.x == 0 && (s.p.ticket || !(header & EPCY_HEADER_REFUSED))) s.report(s.me, verdict);
 }
 
+// A whole warp: both kinds of low-latency calls go on from `epoch`, as if everything before it had been received.
+__device__ void reset_low_latency(const epcy_peers &p, const epcy_low_latency_wire &wire, uint32_t epoch) {
+  char *base = p.base[p.rank];
+  epcy_low_latency_local *local = (epcy_low_latency_local *)(base + wire.local);
+  for (int i = threadIdx.x; i < 2 * EPCY_LOW_LATENCY_MAX_BLOCKS; i += 32) (&local->epoch[0][0])[i] = epoch;
+  for (int i = threadIdx.x; i < 2 * (int)p.shape.num_ranks; i += 32)
+    store_word((uint64_t *)(base + wire.acks) + i, epoch);
+  if (threadIdx.x < 4) (&local->held[0][0])[threadIdx.x] = 0;
+  if (threadIdx.x < 2) local->blocks_done[threadIdx.x] = 0;
+}
+
 // Two rounds: everybody has left his calls; everybody has the new epoch. Nothing else of this Buffer runs meanwhile.
-__global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_peers p, uint32_t round) {
+__global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_peers p,
+                                                   const __grid_constant__ epcy_low_latency_wire wire, uint32_t round) {
   const int R = (int)p.shape.num_ranks, r = threadIdx.x;
   epcy_local *local = (epcy_local *)(p.base[p.rank] + p.control.local);
-  const uint32_t epoch = local->epoch[0];
-  uint32_t most = epoch;
+  uint32_t most = local->epoch[0];
+  if (wire.bytes) {
+    const epcy_low_latency_local *own = (const epcy_low_latency_local *)(p.base[p.rank] + wire.local);
+    most = max(most, max(own->epoch[0][0], own->epoch[1][0]));
+  }
+  const uint32_t mine = most;
   bool ok = true;
   for (int half = 0; half < 2 && ok; half++) {
     uint64_t seen = 0;
     if (r < R) {
-      store_word_release((uint64_t *)(p.base[r] + p.control.resets) + half * R + p.rank, (uint64_t)round << 32 | epoch);
+      store_word_release((uint64_t *)(p.base[r] + p.control.resets) + half * R + p.rank, (uint64_t)round << 32 | mine);
       const uint64_t start = global_time_ns();
       const uint64_t *at = (const uint64_t *)(p.base[p.rank] + p.control.resets) + half * R + r;
       while ((uint32_t)((seen = load_word_acquire(at)) >> 32) != round && ok)
         ok = global_time_ns() - start < (uint64_t)p.timeout_ns;
       if (!ok) {
-        p.report->phase = EPCY_CUDA_RESET, p.report->peer = r, p.report->epoch = epoch;
+        p.report->phase = EPCY_CUDA_RESET, p.report->peer = r, p.report->epoch = mine;
         p.report->expected = (uint64_t)round << 32, p.report->seen = seen, p.report->expired = 1;
       }
     }
@@ -52,7 +69,8 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
       __syncwarp();
       for (int b = r; b < EPCY_MAX_BLOCKS; b += 32) local->epoch[b] = most + 2;
       if (r == 0) local->blocks_met = 0, local->broken = 0;
-      __threadfence();
+      if (wire.bytes) reset_low_latency(p, wire, most + 2);
+      __threadfence_system();
       __syncwarp();
     }
   }
@@ -71,7 +89,8 @@ extern "C" int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, c
   return cudaGetLastError();
 }
 
-extern "C" int epcy_cuda_launch_reset(const epcy_peers *peers, uint32_t round, void *stream) {
-  reset_all<<<1, 32, 0, (cudaStream_t)stream>>>(*peers, round);
+extern "C" int epcy_cuda_launch_reset(const epcy_peers *peers, const epcy_low_latency_wire *wire, uint32_t round,
+                                      void *stream) {
+  reset_all<<<1, 32, 0, (cudaStream_t)stream>>>(*peers, *wire, round);
   return cudaGetLastError();
 }

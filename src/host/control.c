@@ -30,7 +30,11 @@ static int64_t record_bytes(const epcy_shape *s) {
   return epcy_round_up((int64_t)sizeof(epcy_record) + (s->num_ranks + s->num_experts) * 8, EPCY_LINE_BYTES);
 }
 
-int64_t epcy_host_control_bytes(const epcy_shape *s) { return RECORDS_AT + 2 * record_bytes(s); }
+static int64_t wire_at(const epcy_shape *s) { return epcy_round_up(RECORDS_AT + 2 * record_bytes(s), EPCY_PAGE_BYTES); }
+
+int64_t epcy_host_control_bytes(const epcy_shape *s) { return wire_at(s) + epcy_low_latency_wire_bytes(s); }
+
+char *epcy_host_wire(const epcy_host *h, int64_t rank) { return h->base[rank] + wire_at(&h->shape); }
 
 static _Atomic uint64_t *word_at(const epcy_host *h, int64_t rank, int word) {
   return (_Atomic uint64_t *)(h->base[rank] + WORDS_AT + word * EPCY_LINE_BYTES);
@@ -137,7 +141,10 @@ int epcy_host_open(epcy_host *h, double spin_us, int num_threads) {
   h->pool = NULL;
   h->scratch = malloc(sizeof(int64_t) * (size_t)(h->shape.num_ranks + h->shape.num_experts));
   if (!h->scratch) return ENOMEM;
-  memset(h->base[h->rank], 0, (size_t)epcy_host_control_bytes(&h->shape));
+  memset(h->base[h->rank], 0, (size_t)wire_at(&h->shape));
+  for (int i = 0; h->shape.num_low_latency_tokens && i < EPCY_NUM_LOW_LATENCY_KINDS * EPCY_NUM_SLOTS; i++)
+    memset(epcy_low_latency_header_at(h, h->rank, i / EPCY_NUM_SLOTS, i % EPCY_NUM_SLOTS), 0,
+           sizeof(epcy_low_latency_header));
   return num_threads > 1 ? epcy_pool_open(&h->pool, num_threads) : 0;
 }
 

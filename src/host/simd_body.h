@@ -3,6 +3,7 @@
  * are used, in one order; -ffp-contract=off keeps multiply and add apart. */
 #include <string.h>
 
+#include "epcy/logfmt.h"
 #include "simd.h"
 
 #if defined(__x86_64__)
@@ -24,6 +25,15 @@ typedef uint8_t vb __attribute__((vector_size(V)));
 ALWAYS vu bits(vf x) { return (vu)x; }
 ALWAYS vf splat(float x) { return x - (vf){0}; }
 ALWAYS vu pick(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
+#if defined(__AVX512F__)
+ALWAYS uint32_t largest(vu x) { return _mm512_reduce_max_epu32((__m512i)x); }
+#else
+ALWAYS uint32_t largest(vu x) {
+  uint32_t most = 0;
+  for (int i = 0; i < V; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+#endif
 ALWAYS vu magnitude(vf x) { return bits(x) & 0x7FFFFFFFu; }
 ALWAYS vi is_nan(vf x) { return (vi)(magnitude(x) > 0x7F800000u); }
 
@@ -110,27 +120,112 @@ ALWAYS vf from_e4m3(vu b) {
 }
 
 /* One block of V elements of a token's sum. */
-#define EPCY_DEFINE_SUM(NAME, ITEM)                                                                         \
-  ALWAYS void block_##NAME(char *out, const epcy_sum *s, int64_t at, int count) {                           \
-    vf acc = {0};                                                                                           \
-    for (int i = 0; i < s->num_plain; i++) acc += load_##NAME(s->plain[i] + at, count);                     \
-    for (int g = 0, i = 0; g < s->num_groups; g++) {                                                        \
-      vf part = {0};                                                                                        \
-      for (; i < s->group_end[g]; i++) part += splat(s->weights[i]) * load_##NAME(s->lanes[i] + at, count); \
-      char rounded[V * ITEM];                                                                               \
-      store_##NAME(rounded, part, V);                                                                       \
-      acc += load_##NAME(rounded, V);                                                                       \
-    }                                                                                                       \
-    store_##NAME(out + at, acc, count);                                                                     \
-  }                                                                                                         \
-  static void sum_##NAME(char *out, const epcy_sum *s, int64_t hidden) {                                    \
-    int64_t j = 0;                                                                                          \
-    for (; j + V <= hidden; j += V) block_##NAME(out, s, j * ITEM, V);                                      \
-    if (j < hidden) block_##NAME(out, s, j * ITEM, (int)(hidden - j));                                      \
+#define EPCY_DEFINE_SUM(NAME, ITEM)                                                                             \
+  ALWAYS void block_##NAME(char *out, const epcy_sum *s, int64_t at, int count) {                               \
+    vf acc = {0};                                                                                               \
+    for (int i = 0; i < s->num_plain; i++) acc += load_##NAME(s->plain[i] + at, count);                         \
+    for (int i = 0; i < s->num_direct; i++) acc += splat(s->weights[i]) * load_##NAME(s->lanes[i] + at, count); \
+    for (int g = 0, i = 0; g < s->num_groups; g++) {                                                            \
+      vf part = {0};                                                                                            \
+      for (; i < s->group_end[g]; i++) part += splat(s->weights[i]) * load_##NAME(s->lanes[i] + at, count);     \
+      char rounded[V * ITEM];                                                                                   \
+      store_##NAME(rounded, part, V);                                                                           \
+      acc += load_##NAME(rounded, V);                                                                           \
+    }                                                                                                           \
+    store_##NAME(out + at, acc, count);                                                                         \
+  }                                                                                                             \
+  static void sum_##NAME(char *out, const epcy_sum *s, int64_t hidden) {                                        \
+    int64_t j = 0;                                                                                              \
+    for (; j + V <= hidden; j += V) block_##NAME(out, s, j * ITEM, V);                                          \
+    if (j < hidden) block_##NAME(out, s, j * ITEM, (int)(hidden - j));                                          \
   }
 EPCY_DEFINE_SUM(bf16, 2)
 EPCY_DEFINE_SUM(fp16, 2)
 EPCY_DEFINE_SUM(fp32, 4)
+
+enum { GROUP_BLOCKS = EPCY_LOGFMT_GROUP / V };
+static const uint32_t logfmt_mantissas[32] = EPCY_LOGFMT_MANTISSAS, logfmt_bins[64] = EPCY_LOGFMT_BINS;
+
+/* Look up in a table of 32 or 64 words; indices beyond it count modulo its size. */
+#if defined(__AVX512F__)
+ALWAYS vu look_up_32(const uint32_t *table, vu at) {
+  return (vu)_mm512_permutex2var_epi32(_mm512_loadu_si512(table), (__m512i)at, _mm512_loadu_si512(table + V));
+}
+ALWAYS vu look_up_64(const uint32_t *table, vu at) {
+  return pick((vi)((at & 32u) != 0), look_up_32(table + 32, at), look_up_32(table, at));
+}
+#else
+ALWAYS vu look_up(const uint32_t *table, vu at) {
+  union {
+    vu whole;
+    uint32_t one[V];
+#if defined(__AVX2__)
+    __m256i half[2];
+#endif
+  } u = {at};
+#if defined(__AVX2__)
+  for (int i = 0; i < 2; i++) u.half[i] = _mm256_i32gather_epi32((const int *)table, u.half[i], 4);
+#else
+  for (int i = 0; i < V; i++) u.one[i] = table[u.one[i]];
+#endif
+  return u.whole;
+}
+ALWAYS vu look_up_32(const uint32_t *table, vu at) { return look_up(table, at & 31u); }
+ALWAYS vu look_up_64(const uint32_t *table, vu at) { return look_up(table, at & 63u); }
+#endif
+
+/* What the codes of |x| * 2^-e, given as bits, stand for. */
+ALWAYS vu logfmt_values(vu u) {
+  const vu bin = look_up_64(logfmt_bins, u >> 17);
+  const vu index = (bin >> 18) - (vu)((u & 0x1FFFFu) >= (bin & 0x3FFFFu)); /* true is -1 */
+  const vu value = (u & 0x7F800000u) + look_up_32(logfmt_mantissas, index) + ((index >> 5) << 23);
+  const vu least = (vu){0} + EPCY_LOGFMT_LEAST;
+  return pick((vi)(u > EPCY_LOGFMT_ZERO), pick((vi)(u > EPCY_LOGFMT_LEAST), value, least), (vu){0});
+}
+
+/* What a group of a row is after its way in LogFMT: each element the float32 that its code stands for. */
+ALWAYS void through_logfmt(vf *row) {
+  vu top = {0};
+  for (int b = 0; b < GROUP_BLOCKS; b++) top = pick((vi)(magnitude(row[b]) > top), magnitude(row[b]), top);
+  uint32_t exponent = largest(top) >> 23;
+  if (exponent == 0) exponent = 1; /* subnormals */
+  if (exponent >= EPCY_LOGFMT_FIRST_RAW) return;
+  const vf down = (vf)((vu){0} + ((254u - exponent) << 23)), up = (vf)((vu){0} + (exponent << 23));
+  for (int b = 0; b < GROUP_BLOCKS; b++) {
+    const vu value = logfmt_values(bits((vf)magnitude(row[b]) * down));
+    row[b] = (vf)(bits((vf)value * up) | (bits(row[b]) & 0x80000000u));
+  }
+}
+
+#define EPCY_DEFINE_SUM_LOGFMT(NAME, ITEM)                                                               \
+  static void sum_logfmt_##NAME(char *out, const epcy_sum *s, int64_t hidden) {                          \
+    for (int64_t at = 0; at < hidden * ITEM; at += EPCY_LOGFMT_GROUP * ITEM) {                           \
+      vf acc[GROUP_BLOCKS] = {0};                                                                        \
+      for (int i = 0; i < s->num_direct; i++) {                                                          \
+        vf row[GROUP_BLOCKS];                                                                            \
+        for (int b = 0; b < GROUP_BLOCKS; b++) row[b] = load_##NAME(s->lanes[i] + at + b * V * ITEM, V); \
+        through_logfmt(row);                                                                             \
+        for (int b = 0; b < GROUP_BLOCKS; b++) acc[b] += splat(s->weights[i]) * row[b];                  \
+      }                                                                                                  \
+      for (int g = 0, i = 0; g < s->num_groups; g++) {                                                   \
+        vf part[GROUP_BLOCKS] = {0};                                                                     \
+        for (; i < s->group_end[g]; i++)                                                                 \
+          for (int b = 0; b < GROUP_BLOCKS; b++)                                                         \
+            part[b] += splat(s->weights[i]) * load_##NAME(s->lanes[i] + at + b * V * ITEM, V);           \
+        for (int b = 0; b < GROUP_BLOCKS; b++) {                                                         \
+          char rounded[V * ITEM];                                                                        \
+          store_##NAME(rounded, part[b], V);                                                             \
+          part[b] = load_##NAME(rounded, V);                                                             \
+        }                                                                                                \
+        through_logfmt(part);                                                                            \
+        for (int b = 0; b < GROUP_BLOCKS; b++) acc[b] += part[b];                                        \
+      }                                                                                                  \
+      for (int b = 0; b < GROUP_BLOCKS; b++) store_##NAME(out + at + b * V * ITEM, acc[b], V);           \
+    }                                                                                                    \
+  }
+EPCY_DEFINE_SUM_LOGFMT(bf16, 2)
+EPCY_DEFINE_SUM_LOGFMT(fp16, 2)
+EPCY_DEFINE_SUM_LOGFMT(fp32, 4)
 
 ALWAYS vf load_any(const char *x, int dtype, int64_t j) {
   switch (dtype) {
@@ -160,8 +255,8 @@ static void row_to_fp8(const char *x, int dtype, int64_t hidden, int power_of_tw
       const vu u = magnitude(load_any(x, dtype, j));
       top = pick((vi)(u > top), u, top);
     }
-    uint32_t most = 0x38D1B717u; /* 1e-4f */
-    for (int i = 0; i < V; i++) most = top[i] > most ? top[i] : most;
+    uint32_t most = largest(top);
+    if (most < 0x38D1B717u) most = 0x38D1B717u; /* 1e-4f */
     if (most > 0x7F800000u) most = 0x7FC00000u;
     float amax;
     memcpy(&amax, &most, 4);
@@ -213,4 +308,8 @@ static void stream_row(char *dst, const char *src, int64_t bytes) {
   memcpy(dst, src, (size_t)bytes);
 }
 
-const epcy_simd EPCY_SIMD_TABLE = {stream_row, {sum_bf16, sum_fp16, sum_fp32, NULL}, row_to_fp8, row_from_fp8};
+const epcy_simd EPCY_SIMD_TABLE = {stream_row,
+                                   {sum_bf16, sum_fp16, sum_fp32, NULL},
+                                   {sum_logfmt_bf16, sum_logfmt_fp16, sum_logfmt_fp32, NULL},
+                                   row_to_fp8,
+                                   row_from_fp8};

@@ -34,7 +34,8 @@ SHAPES = [
 def test_size_hint(comm, make_buffer, shape):
     sizes = {**SHAPES[shape], "num_experts": 4 * comm.size}
     hint = epcy.Buffer.size_hint(comm.size, **sizes)
-    assert set(hint) == {"control", "receive", "combine", "total"}
+    assert set(hint) == {"control", "receive", "combine", "low_latency", "total"}
+    assert hint.pop("low_latency") == 0
     assert hint["total"] == hint["control"] + hint["receive"] + hint["combine"]
     assert all(value > 0 and type(value) is int for value in hint.values())
     before = mapped_bytes()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from epcy import reference
-from mpi.cases import assert_bits, check_combine, check_dispatch, draw, draw_rows, to_device, to_host
+from mpi import low_latency_cases as low_latency
+from mpi.cases import DTYPES, assert_bits, check_combine, check_dispatch, draw, draw_rows, to_device, to_host
 
 CODE = {  # x86-64 machine code, System V calls
     "set": b"\x0f\xae\x17\xc3",  # ldmxcsr [rdi]; ret
@@ -97,3 +98,49 @@ def test_subnormal_sums_are_kept(comm, make_buffer, simd):
     r = buf.dispatch(x, idx)
     got = to_host(buf.combine(r.recv_x, r.handle, bias=x).combined_x)
     assert np.array_equal(got, rows + rows) and got.all()
+
+
+# ---- low latency
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_low_latency_any_bits(comm, make_buffer, simd, dtype):
+    buf = make_buffer(dtype="float32", num_topk=4, low_latency_mode=True)
+    size = {"num_experts": 4 * comm.size, "num_topk": 4, "dtype": dtype, "special": True}
+    for seed, scales in enumerate(({}, {"round_scale": True}, {"round_scale": True, "use_ue8m0": True})):
+        sent = draw(seed, comm.size, 12, **size)
+        handle, routing = low_latency.check_dispatch(buf, sent, **scales)
+        for reduction, use_logfmt in product(("rank", "source"), (False, True)):
+            low_latency.check_combine(
+                buf, handle, routing, seed, dispatched=sent.weights, dtype=dtype, special=True,
+                reduction=reduction, use_logfmt=use_logfmt,
+            )  # fmt: skip
+
+
+def wide_rows(rng, shape, dtype):
+    """Finite rows, each group of 128 about an exponent of its own, from subnormals to the largest."""
+    kind = DTYPES[dtype]
+    bits = 8 * kind.itemsize
+    mantissa = {"bfloat16": 7, "float16": 10, "float32": 23}[dtype]
+    top = 2 ** (bits - 1 - mantissa) - 1  # the exponent of infinities
+    about = np.repeat(rng.integers(0, top, (*shape[:-1], shape[-1] // 128)), 128, axis=-1)
+    exponent = np.clip(about - rng.integers(0, 20, shape), 0, top - 1).astype(f"u{kind.itemsize}")
+    rest = rng.integers(0, 2**mantissa, shape, f"u{kind.itemsize}")
+    sign = rng.integers(0, 2, shape, f"u{kind.itemsize}")
+    return (sign << (bits - 1) | exponent << mantissa | rest).view(kind)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_logfmt_of_every_exponent(comm, make_buffer, simd, dtype):
+    buf = make_buffer(dtype="float32", num_topk=3, hidden=1024, low_latency_mode=True)
+    sent = draw(1, comm.size, 16, num_experts=4 * comm.size, num_topk=3, hidden=1024)
+    handle, routing = low_latency.check_dispatch(buf, sent)
+    rng = np.random.default_rng(5)
+    ys = [wide_rows(rng, (4, 16 * comm.size, 1024), dtype) for _ in range(comm.size)]
+    y = to_device(buf, ys[comm.rank])
+    for reduction in ("rank", "source"):
+        options = {"reduction": reduction, "use_logfmt": True}
+        got, _, _ = buf.low_latency_combine(y, None, None, handle, **options)
+        assert_bits(
+            got, reference.low_latency_combine(ys, routing, sent.weights, **options)[comm.rank], "combined_x"
+        )

@@ -12,12 +12,12 @@ import pytest
 from epcy import status
 from epcy.errors import ArgumentError
 
-FORMAT = "<QiiiiiiQq5q"
+FORMAT = "<QiiiiiiQq7q"
 
 
-def page(pid=1, op=1, phase=2, epoch=9, magic=0x7375746174737965, version=1):
+def page(pid=1, op=1, phase=2, epoch=9, magic=0x7375746174737965, version=2):
     now = time.monotonic_ns()
-    raw = struct.pack(FORMAT, magic, version, pid, 3, 4, op, phase, epoch, now - 10**9, 0, 5, 4, 1, 0)
+    raw = struct.pack(FORMAT, magic, version, pid, 3, 4, op, phase, epoch, now - 10**9, 0, 5, 4, 1, 0, 0, 0)
     return raw.ljust(4096, b"\0")
 
 
@@ -71,13 +71,21 @@ def test_parse():
         "data",
         9,
     )
-    assert one.num_calls == {"nothing": 0, "dispatch": 5, "combine": 4, "barrier": 1, "free": 0}
+    assert one.num_calls == {
+        "nothing": 0,
+        "dispatch": 5,
+        "combine": 4,
+        "barrier": 1,
+        "free": 0,
+        "low_latency_dispatch": 0,
+        "low_latency_combine": 0,
+    }
     assert 0.9 < one.age < 5 and "in dispatch (call 9), phase data" in str(one)
     assert "outside of epcy" in str(status.parse(page(phase=0)))
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", page()[:40], page(magic=1), page(version=2), page(op=99), page(phase=-1)]
+    "raw", [b"", page()[:40], page(magic=1), page(version=1), page(op=99), page(phase=-1)]
 )
 def test_what_is_no_page(raw):
     assert status.parse(raw) is None

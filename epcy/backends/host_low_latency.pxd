@@ -1,0 +1,30 @@
+"""The host backend's low-latency calls."""
+
+from libc.stdint cimport int64_t, uint64_t
+
+from epcy.backends.call cimport LowLatencyCombineCall, LowLatencyDispatchCall
+from epcy.backends.host cimport HostBackend, epcy_low_latency_header, epcy_route
+from epcy.handle cimport LowLatencyHandle
+
+
+cdef class HostLowLatencyHandle(LowLatencyHandle):
+    cdef epcy_route *routes             # (T, K)
+    cdef int64_t *counts                # (L,) rows received
+    cdef float *weights                 # (T, K) of the dispatch, or NULL
+    cdef int64_t num_local
+
+
+cdef class HostLowLatencyBackend(HostBackend):
+    cdef int next_slot[2]               # by kind
+    cdef uint64_t epochs[2][2]          # of the last two sent calls of a kind, by number
+    cdef uint64_t input_epochs[2]       # of the last combine that used a combine area
+
+    cdef epcy_low_latency_header *take_slot(self, int kind) except NULL
+    cdef int send(self, int kind, epcy_low_latency_header *header, uint64_t epoch) except -1
+    cdef uint64_t step(self, int kind) noexcept
+    cdef int finish_receiving(self, int kind) except -1
+    cdef void acknowledge(self, int kind) noexcept
+    cdef object disagreement_of(self, int kind, uint64_t epoch)
+    cdef HostLowLatencyHandle make_handle(self, LowLatencyDispatchCall call)
+    cdef int count_stats(self, LowLatencyDispatchCall call, HostLowLatencyHandle handle) except -1
+    cdef int stage_rows(self, LowLatencyCombineCall call, HostLowLatencyHandle handle) except -1

@@ -1,0 +1,293 @@
+# cython: boundscheck=False, wraparound=False
+"""The host backend's low-latency calls.
+
+To send is to write rows, a header and the `arrived` word into this rank's own memory; nobody is waited for, but that a
+slot is free again. To receive is to wait for everybody's `arrived`, to compare the headers, to read, and to say so in a
+`received` word. A call is one step of the epoch like any other.
+"""
+
+from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+import numpy as np
+
+from epcy.arrays cimport KIND_INT64, copied
+from epcy.backends.call cimport LowLatencyCombineCall, LowLatencyDispatchCall
+from epcy.backends.host cimport *
+from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
+from epcy.event cimport completed
+from epcy.handle cimport LowLatencyHandle
+from epcy.layout cimport epcy_low_latency_area, epcy_low_latency_area_layout, epcy_num_local_experts
+
+from epcy.backends import verdicts
+from epcy.errors import HeapError, MismatchError, PeerError
+from epcy.status import OPERATIONS
+
+cdef int *OPS = [EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_OP_LOW_LATENCY_COMBINE]
+cdef int *RECEIVED = [EPCY_WORD_RECEIVED_DISPATCH, EPCY_WORD_RECEIVED_COMBINE]
+
+
+cdef class HostLowLatencyHandle(LowLatencyHandle):
+    def __dealloc__(self):
+        free(self.routes)
+        free(self.counts)
+        free(self.weights)
+
+    cdef int64_t _num_recv_tokens(self) noexcept:
+        cdef int64_t rows = 0, i
+        for i in range(self.num_local):
+            rows += self.counts[i]
+        return rows
+
+    cpdef object expert_counts(self):
+        return np.array([self.counts[i] for i in range(self.num_local)], np.int64)
+
+
+cdef class HostLowLatencyBackend(HostBackend):
+    def __init__(self, *args):
+        super().__init__(*args)
+        if self.low_latency is not None:
+            self.low_latency_transport = "shared memory"
+
+    # ---- one call -------------------------------------------------------------------------------------------
+
+    cdef epcy_low_latency_header *take_slot(self, int kind) except NULL:
+        """The slot of the next call, once everybody has received the call before the last, which lies there."""
+        cdef epcy_low_latency_header *header = self.header(self.h.rank, kind, self.next_slot[kind])
+        self.wait(OPS[kind], RECEIVED[kind], header.epoch)
+        memset(&header.op, 0, <char *>&header.text[0] - <char *>&header.op)
+        header.op = OPS[kind]
+        return header
+
+    cdef uint64_t step(self, int kind) noexcept:
+        """Take the next epoch."""
+        self.h.epoch += 1
+        self.phase(OPS[kind], EPCY_PHASE_ARRIVAL)
+        return self.h.epoch
+
+    cdef int send(self, int kind, epcy_low_latency_header *header, uint64_t epoch) except -1:
+        """Make a header and what it speaks of everybody's."""
+        header.epoch = epoch
+        self.next_slot[kind] ^= 1
+        self.epochs[kind][self.low_latency.sent(kind) & 1] = epoch
+        self.store(EPCY_WORD_ARRIVED, epoch)
+        return 0
+
+    cdef int finish_receiving(self, int kind) except -1:
+        """End a call: others may use what this rank has read."""
+        self.low_latency.has_received(kind)
+        self.acknowledge(kind)
+        self.phase(OPS[kind], EPCY_PHASE_IDLE)
+        return 0
+
+    cdef void acknowledge(self, int kind) noexcept:
+        """Say up to which call this rank needs nothing of this kind any more."""
+        cdef uint64_t number = self.low_latency.num_received[kind]
+        if number == self.low_latency.num_sent[kind]:
+            self.store(RECEIVED[kind], self.h.epoch)
+        else:
+            self.store(RECEIVED[kind], self.epochs[kind][number + 1 & 1] - 1)
+
+    def refuse(self, int op, str text):
+        cdef int kind = op - EPCY_OP_LOW_LATENCY_DISPATCH
+        cdef epcy_low_latency_header *header
+        cdef bytes raw
+        if kind != LOW_LATENCY_DISPATCH and kind != LOW_LATENCY_COMBINE:
+            HostBackend.refuse(self, op, text)
+            return
+        header = self.take_slot(kind)
+        raw = text.encode()[:EPCY_TEXT_BYTES - 1]
+        memcpy(header.text, <const char *>raw, len(raw))
+        header.text[len(raw)] = 0
+        header.refused = 1
+        header.epoch = self.step(kind)
+        self.next_slot[kind] ^= 1
+        self.store(EPCY_WORD_ARRIVED, header.epoch)
+        self.acknowledge(kind)
+        self.phase(op, EPCY_PHASE_IDLE)
+
+    cdef object disagreement_of(self, int kind, uint64_t epoch):
+        """Compare everybody's headers of a call: MismatchError or PeerError, or None."""
+        cdef const epcy_low_latency_header *mine = self.find(self.h.rank, kind, epoch)
+        cdef const epcy_low_latency_header *r
+        cdef int64_t rank, size = self.h.shape.num_ranks
+        cdef bint differs = False
+        for rank in range(size):
+            r = self.find(rank, kind, epoch)
+            if r == NULL:
+                differs = True
+                break
+            if r.refused:
+                text = (<bytes>r.text).decode(errors="replace")
+                return PeerError(f"rank {rank} refused {OPERATIONS[r.op]} (call {epoch}): {text}", [rank])
+            differs |= (r.dtype != mine.dtype or r.use_fp8 != mine.use_fp8 or r.round_scale != mine.round_scale
+                        or r.use_ue8m0 != mine.use_ue8m0 or r.reduction != mine.reduction
+                        or r.use_logfmt != mine.use_logfmt or r.has_weights != mine.has_weights
+                        or r.routing != mine.routing)
+        if not differs:
+            return None
+        self.acknowledge(1 - kind)      # who is in a call of the other kind must not wait for this rank there
+        records = []
+        for rank in range(size):
+            r = self.find(rank, kind, epoch)
+            if r == NULL:
+                records.append((self.op_of(rank, epoch),) + (0,) * 8)
+            else:
+                records.append((r.op, r.dtype, r.use_fp8, r.round_scale, r.use_ue8m0, r.reduction, r.use_logfmt,
+                                r.has_weights, r.routing))
+        return verdicts.low_latency_mismatch(epoch, records)
+
+    def mismatch(self):
+        self.acknowledge(LOW_LATENCY_DISPATCH)
+        self.acknowledge(LOW_LATENCY_COMBINE)
+        return HostBackend.mismatch(self)
+
+    # ---- dispatch -------------------------------------------------------------------------------------------
+
+    cdef HostLowLatencyHandle make_handle(self, LowLatencyDispatchCall call):
+        cdef HostLowLatencyHandle handle = HostLowLatencyHandle.__new__(HostLowLatencyHandle)
+        cdef int64_t lanes = call.x.shape[0] * self.h.shape.num_topk
+        handle.buffer_token, handle.layout, handle.num_tokens = self.token, "low_latency", call.x.shape[0]
+        handle.expert_alignment, handle.num_rows = 1, self.low_latency.num_rows
+        handle.num_local = epcy_num_local_experts(&self.h.shape)
+        handle.routes = <epcy_route *>calloc(max(1, lanes), sizeof(epcy_route))
+        handle.counts = <int64_t *>calloc(handle.num_local, 8)
+        if call.topk_weights is not None:
+            handle.weights = <float *>calloc(max(1, lanes), 4)
+        if handle.routes == NULL or handle.counts == NULL or call.topk_weights is not None and handle.weights == NULL:
+            text = f"x: no memory for the routes of {call.x.shape[0]} tokens (rank {self.rank})"
+            self.refuse(EPCY_OP_LOW_LATENCY_DISPATCH, text)
+            raise HeapError(text)
+        if call.topk_weights is not None:
+            memcpy(handle.weights, call.topk_weights.data, lanes * 4)
+        return handle
+
+    cdef tuple low_latency_dispatch(self, LowLatencyDispatchCall call):
+        cdef HostLowLatencyHandle handle = self.make_handle(call)
+        cdef int slot = self.next_slot[LOW_LATENCY_DISPATCH]
+        cdef epcy_low_latency_header *header = self.take_slot(LOW_LATENCY_DISPATCH)
+        cdef epcy_low_latency_send s
+        handle.epoch = self.step(LOW_LATENCY_DISPATCH)
+        header.dtype, header.use_fp8, header.round_scale = call.x.kind, call.use_fp8, call.round_scale
+        header.use_ue8m0, header.has_weights = call.use_ue8m0, call.topk_weights is not None
+        header.num_tokens = handle.num_tokens
+        s.x, s.x_stride_bytes, s.num_tokens = call.x.data, call.x.strides[0], handle.num_tokens
+        s.topk_idx, s.is_int64, s.dtype = call.topk_idx.data, call.topk_idx.kind == KIND_INT64, call.x.kind
+        s.use_fp8, s.round_scale, s.use_ue8m0 = call.use_fp8, call.round_scale, call.use_ue8m0
+        s.slot, s.routes = slot, handle.routes
+        with nogil:
+            self.send_rows(&s)
+        if s.bad.num_bad:
+            handle.error = self.deferred = verdicts.bad_id(self.rank, s.bad.token, s.bad.lane, s.bad.value,
+                                                           self.h.shape.num_experts, s.bad.num_bad)
+        self.send(LOW_LATENCY_DISPATCH, header, handle.epoch)
+        handle.number, handle.area = self.low_latency.num_sent[LOW_LATENCY_DISPATCH], self.low_latency.take_area()
+        if call.return_recv_hook:
+            self.phase(EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_PHASE_IDLE)
+        else:
+            self.low_latency_dispatch_receive(call, handle)
+        return self.low_latency.result(call, handle, completed())
+
+    cdef int low_latency_dispatch_receive(self, LowLatencyDispatchCall call, LowLatencyHandle of) except -1:
+        cdef HostLowLatencyHandle handle = of
+        cdef epcy_low_latency_area layout = epcy_low_latency_area_layout(&self.h.shape)
+        cdef char *area = self.start + self.h.heap.low_latency_x[handle.area]
+        cdef epcy_low_latency_receive r
+        self.phase(EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_PHASE_COMPLETION)
+        self.wait(EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_WORD_ARRIVED, handle.epoch)
+        error = self.disagreement_of(LOW_LATENCY_DISPATCH, handle.epoch)
+        memset(&r, 0, sizeof(r))
+        r.epoch, r.counts = handle.epoch, <int64_t *>(area + layout.counts)
+        if error is None:
+            r.payload, r.row_bytes = area + layout.payload, self.h.shape.hidden * call.x.item_bytes()
+            if call.use_fp8:
+                r.row_bytes, r.scales = self.h.shape.hidden, area + layout.scales
+                r.scale_bytes = self.h.shape.hidden // (512 if call.use_ue8m0 else 128) * 4
+            r.routes, r.num_tokens = handle.routes, handle.num_tokens
+            with nogil:
+                self.receive_rows(&r)
+        elif not isinstance(error, MismatchError):      # a refusal: nothing came, and check() tells why
+            handle.error = self.deferred = error
+            memset(r.counts, 0, handle.num_local * 8)
+            memset(handle.routes, 0xFF, handle.num_tokens * self.h.shape.num_topk * sizeof(epcy_route))
+            error = None
+        self.finish_receiving(LOW_LATENCY_DISPATCH)
+        if error is not None:
+            raise error
+        memcpy(handle.counts, r.counts, handle.num_local * 8)
+        handle.received = True
+        if call.stats is not None:
+            self.count_stats(call, handle)
+        return 0
+
+    cdef int count_stats(self, LowLatencyDispatchCall call, HostLowLatencyHandle handle) except -1:
+        cdef int64_t i
+        for i in range(handle.num_local):
+            if call.stats.kind == KIND_INT64:
+                (<int64_t *>call.stats.data)[i] += handle.counts[i]
+            else:
+                (<int32_t *>call.stats.data)[i] += <int32_t>handle.counts[i]
+        return 0
+
+    # ---- combine --------------------------------------------------------------------------------------------
+
+    cdef object low_latency_combine_input(self, int kind):
+        cdef int area = self.low_latency.give_input()
+        self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_RECEIVED_COMBINE, self.input_epochs[area])
+        return self.low_latency.inputs[area][kind]
+
+    cdef int stage_rows(self, LowLatencyCombineCall call, HostLowLatencyHandle handle) except -1:
+        """Copy the experts' rows into the combine area: of each expert those that came."""
+        cdef int64_t row_bytes = self.h.shape.hidden * call.x.item_bytes(), e
+        cdef int64_t expert_bytes = call.x.shape[1] * row_bytes
+        cdef char *area = self.low_latency.inputs_at[call.area]
+        self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_RECEIVED_COMBINE, self.input_epochs[call.area])
+        with nogil:
+            for e in range(handle.num_local):
+                memcpy(area + e * expert_bytes, call.x.data + e * expert_bytes, handle.counts[e] * row_bytes)
+        return 0
+
+    cdef object low_latency_combine(self, LowLatencyCombineCall call):
+        cdef HostLowLatencyHandle handle = call.handle
+        cdef epcy_low_latency_header *header = self.take_slot(LOW_LATENCY_COMBINE)
+        cdef uint64_t epoch
+        if not call.in_area:
+            self.stage_rows(call, handle)
+        epoch = self.step(LOW_LATENCY_COMBINE)
+        header.dtype, header.reduction, header.use_logfmt = call.x.kind, call.reduction, call.use_logfmt
+        header.has_weights, header.routing = call.topk_weights is not None, handle.epoch
+        header.y_offset = self.h.heap.low_latency_y[call.area]
+        self.input_epochs[call.area] = call.epoch = epoch
+        self.send(LOW_LATENCY_COMBINE, header, epoch)
+        if call.return_recv_hook:
+            if call.topk_weights is not None:
+                call.topk_weights = copied(call.topk_weights)
+            self.phase(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_PHASE_IDLE)
+        else:
+            self.low_latency_combine_receive(call)
+        return completed()
+
+    cdef int low_latency_combine_receive(self, LowLatencyCombineCall call) except -1:
+        cdef HostLowLatencyHandle handle = call.handle
+        cdef epcy_low_latency_combine c
+        self.phase(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_PHASE_COMPLETION)
+        self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_ARRIVED, call.epoch)
+        error = self.disagreement_of(LOW_LATENCY_COMBINE, call.epoch)
+        if error is None:
+            memset(&c, 0, sizeof(c))
+            c.epoch, c.at_source, c.use_logfmt = call.epoch, call.reduction, call.use_logfmt
+            c.sum.routes, c.sum.num_tokens, c.sum.dtype = handle.routes, handle.num_tokens, call.x.kind
+            c.sum.topk_weights = handle.weights
+            if call.topk_weights is not None:
+                c.sum.topk_weights = <const float *>call.topk_weights.data
+            c.sum.out = call.out.data
+            with nogil:
+                self.sum_rows(&c)
+        self.low_latency.leave_input(call)
+        self.finish_receiving(LOW_LATENCY_COMBINE)
+        if isinstance(error, MismatchError):
+            raise error
+        if error is not None:
+            self.deferred = error
+        return 0

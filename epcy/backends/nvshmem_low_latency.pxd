@@ -1,0 +1,56 @@
+"""The NVSHMEM backend's low-latency part."""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+
+from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
+from epcy.backends.cuda_low_latency cimport (
+    epcy_low_latency_call, epcy_low_latency_combine, epcy_low_latency_dispatch, epcy_low_latency_handle)
+from epcy.backends.nvshmem cimport CudaEvent, NvshmemBackend
+from epcy.handle cimport LowLatencyHandle
+from epcy.layout cimport epcy_low_latency_area
+
+
+cdef class Blocks:
+    """Pieces of device memory of one size, that handles take and give back without asking CUDA."""
+
+    cdef object pool
+    cdef int64_t nbytes
+    cdef list slabs                     # the memory itself
+    cdef list free                      # addresses
+
+    cdef int more(self) except -1
+    cdef Block take(self)
+
+
+cdef class Block:
+    cdef Blocks home
+    cdef uintptr_t at
+
+
+cdef class CudaLowLatencyHandle(LowLatencyHandle):
+    """A low-latency routing whose arrays lie on the GPU."""
+
+    cdef epcy_low_latency_handle arrays
+    cdef Block block
+    cdef int64_t num_local
+    cdef LowLatencyNvshmemBackend backend               # None once the Buffer is freed
+    cdef CudaEvent event
+
+
+cdef class LowLatencyNvshmemBackend(NvshmemBackend):
+    cdef epcy_low_latency_dispatch dispatch_params      # what does not change from call to call is written once
+    cdef epcy_low_latency_combine combine_params
+    cdef epcy_low_latency_area low_latency_area
+    cdef Blocks blocks
+    cdef uint64_t steps[2]              # calls of a kind, refused ones too: how often its epoch has stepped, but in graphs
+    cdef uint64_t pending[2][2]         # the steps of calls that are sent and not received, the older first; or 0
+
+    cdef int may_step(self, int kind) except -1
+    cdef uint64_t step_of(self, int kind, bint return_recv_hook) noexcept
+    cdef int received_oldest(self, int kind) except -1
+    cdef int fill_rows(self, epcy_low_latency_call *c, int kind, int64_t row_bytes, int phases) noexcept
+    cdef CudaLowLatencyHandle make_low_latency_handle(self, LowLatencyDispatchCall call)
+    cdef int launch_dispatch(self, LowLatencyDispatchCall call, CudaLowLatencyHandle handle, int phases,
+                             uintptr_t stream) except -1
+    cdef int launch_combine(self, LowLatencyCombineCall call, uint64_t step, int phases, uintptr_t stream) except -1
+    cdef Call on_current_stream(self)

@@ -1,0 +1,15 @@
+from typing import Any
+
+from typing_extensions import disjoint_base
+
+from epcy.backends.nvshmem import NvshmemBackend
+from epcy.handle import LowLatencyHandle
+
+@disjoint_base
+class CudaLowLatencyHandle(LowLatencyHandle): ...
+
+@disjoint_base
+class LowLatencyNvshmemBackend(NvshmemBackend):
+    def __init__(
+        self, comm: Any, shape: dict[str, int], options: dict[str, Any], identities: list[Any], token: object
+    ) -> None: ...

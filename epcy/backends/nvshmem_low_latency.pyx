@@ -1,0 +1,350 @@
+# cython: boundscheck=False, wraparound=False, cdivision=True
+# distutils: libraries = epcy_cuda
+"""The NVSHMEM backend's low-latency calls: one kernel each, or two where a hook receives. Nothing waits on the host."""
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memset
+
+from epcy.arrays cimport KIND_INT64, Array, copied
+from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
+from epcy.backends.cuda cimport (
+    EPCY_CUDA_TEXT_BYTES, epcy_cuda_event_wait, epcy_cuda_fetch, epcy_cuda_set_device)
+from epcy.backends.cuda_low_latency cimport *
+from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
+from epcy.backends.nvshmem cimport CudaEvent, NvshmemBackend
+from epcy.backends.symmetric cimport check
+from epcy.handle cimport Handle, LowLatencyHandle
+from epcy.layout cimport (
+    epcy_low_latency_area_layout, epcy_num_local_experts, epcy_num_low_latency_rows)
+
+import numpy as np
+
+from epcy.backends import verdicts
+from epcy.backends.nvshmem import Foreign
+from epcy.errors import NotSupportedError, StateError
+from epcy.status import OPERATIONS
+
+cdef uint32_t OP_DISPATCH = OPERATIONS.index("low_latency_dispatch")
+cdef uint32_t OP_COMBINE = OPERATIONS.index("low_latency_combine")
+cdef enum:
+    BLOCKS_AT_ONCE = 16
+    SCALES_OF_PART = EPCY_PART_LINES * EPCY_LINE_DATA // 128
+
+
+cdef class Blocks:
+    def __init__(self, pool, int64_t nbytes):
+        self.pool, self.nbytes, self.slabs, self.free = pool, nbytes, [], []
+        self.more()
+
+    cdef int more(self) except -1:
+        cdef int i
+        slab = self.pool.malloc(BLOCKS_AT_ONCE * self.nbytes)
+        self.slabs.append(slab)
+        for i in range(BLOCKS_AT_ONCE):
+            self.free.append(<uintptr_t>slab.ptr + <uintptr_t>(i * self.nbytes))
+        return 0
+
+    cdef Block take(self):
+        """A block; what it held may still be in use by earlier work of this Buffer, after which all later work comes."""
+        cdef Block block = Block.__new__(Block)
+        if not self.free:
+            self.more()
+        block.at = self.free.pop()
+        block.home = self
+        return block
+
+
+@cython.no_gc_clear
+cdef class Block:
+    def __dealloc__(self):
+        if self.home is not None:
+            self.home.free.append(self.at)
+
+
+cdef class CudaLowLatencyHandle(LowLatencyHandle):
+    cpdef object expert_counts(self):
+        import cupy
+        memory = cupy.cuda.UnownedMemory(<uintptr_t>self.arrays.counts, self.num_local * 8, self.block)
+        return cupy.ndarray((self.num_local,), np.int64, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+    @property
+    def num_recv_tokens(self):
+        return self.expert_counts().sum()
+
+    def check(self):
+        cdef epcy_low_latency_found found
+        if self.event is not None:
+            self.event.synchronize()
+        if self.error is None and self.received and self.backend is not None:
+            check(epcy_cuda_fetch(&found, self.arrays.found, sizeof(found)), "cudaMemcpy")
+            if found.verdict:       # the Buffer has its text, or has told it already
+                self.error = self.backend.reported() or self.backend.last_error
+            elif found.has_bad:
+                self.error = verdicts.bad_id(self.backend.rank, found.bad_token, found.bad_lane, found.bad_value,
+                                             self.backend.shape.num_experts)
+        if self.error is not None:
+            raise self.error
+
+
+cdef class LowLatencyNvshmemBackend(NvshmemBackend):
+    def __init__(self, comm, dict shape, dict options, list identities, object token):
+        cdef epcy_low_latency_handle nowhere
+        cdef int previous = 0, blocks = 0
+        if shape["num_low_latency_tokens"]:
+            self.refuse_sizes(shape, options)
+        super().__init__(comm, shape, options, identities, token)
+        if not self.shape.num_low_latency_tokens:
+            return
+        self.low_latency_transport = "NVLink"
+        self.low_latency_area = epcy_low_latency_area_layout(&self.shape)
+        memset(&self.dispatch_params, 0, sizeof(self.dispatch_params))
+        memset(&self.combine_params, 0, sizeof(self.combine_params))
+        for call in range(2):
+            self.fill_constants(call)
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            check(epcy_cuda_low_latency_dispatch_blocks(&self.shape, &blocks), "loading kernels")
+            self.dispatch_params.call.max_blocks = blocks
+            check(epcy_cuda_low_latency_combine_blocks(&self.shape, &blocks), "loading kernels")
+            self.combine_params.call.max_blocks = blocks
+            self.blocks = Blocks(self.pool, epcy_low_latency_handle_layout(&self.shape, NULL, &nowhere))
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+    def refuse_sizes(self, dict shape, dict options):
+        """What this build cannot do; the same on every rank."""
+        num_local = shape["num_experts"] // shape["num_ranks"]
+        tokens, rows = shape["num_low_latency_tokens"], shape["num_experts"] * shape["num_low_latency_tokens"]
+        if not options["allow_nvlink_for_low_latency_mode"]:
+            raise NotSupportedError("allow_nvlink_for_low_latency_mode: this build moves low-latency rows by NVLink "
+                                    "alone; leave it True")
+        if num_local > EPCY_LOW_LATENCY_MAX_LOCAL or tokens > EPCY_LOW_LATENCY_MAX_TOKENS or rows >= 2**30:
+            raise NotSupportedError(
+                f"num_max_low_latency_tokens_per_rank: the low-latency mode on GPUs takes up to "
+                f"{EPCY_LOW_LATENCY_MAX_LOCAL} local experts, {EPCY_LOW_LATENCY_MAX_TOKENS} tokens a rank and 2^30 rows "
+                f"in an area, got {num_local} experts, {tokens} tokens and {rows} rows")
+
+    def fill_constants(self, int kind):
+        cdef epcy_low_latency_call *c = &self.dispatch_params.call
+        if kind == LOW_LATENCY_COMBINE:
+            c = &self.combine_params.call
+        c.peers, c.wire = self.peers, self.wire
+        c.peers.operation = OP_DISPATCH + <uint32_t>kind
+
+    # ---- steps ----------------------------------------------------------------------------------------------
+
+    cdef int may_step(self, int kind) except -1:
+        """Keep two steps, and no more, between the oldest unreceived call and the newest: refused calls take steps."""
+        if self.pending[kind][0] and self.steps[kind] + 1 - self.pending[kind][0] > 1:
+            raise StateError(f"{OPERATIONS[OP_DISPATCH + kind]}: a call was refused since the oldest unreceived one was "
+                             f"sent (rank {self.rank}), more have no room; call its hook first")
+        return 0
+
+    cdef uint64_t step_of(self, int kind, bint return_recv_hook) noexcept:
+        self.steps[kind] += 1
+        if return_recv_hook:
+            self.pending[kind][self.pending[kind][0] != 0] = self.steps[kind]
+        return self.steps[kind]
+
+    cdef int received_oldest(self, int kind) except -1:
+        self.pending[kind][0], self.pending[kind][1] = self.pending[kind][1], 0
+        return self.low_latency.has_received(kind)
+
+    cdef int fill_rows(self, epcy_low_latency_call *c, int kind, int64_t row_bytes, int phases) noexcept:
+        c.row_bytes, c.dtype, c.phases = row_bytes, kind, phases
+        c.num_lines = <int32_t>((row_bytes + EPCY_LINE_DATA - 1) // EPCY_LINE_DATA)
+        c.num_parts = (c.num_lines + EPCY_PART_LINES - 1) // EPCY_PART_LINES
+        return 0
+
+    cdef Call on_current_stream(self):
+        """The order of a hook: on the stream that is current when it is called."""
+        cdef Call call = Call.__new__(Call)
+        call.stream = self.xp.cuda.get_current_stream().ptr
+        return call
+
+    def aligned(self, Call call, Array array):
+        """A copy that 16-byte loads can read, made on the call's stream."""
+        if call.stream == <uintptr_t>self.xp.cuda.get_current_stream().ptr:
+            return copied(array)
+        with self.xp.cuda.Stream.from_external(Foreign(call.stream)):
+            return copied(array)
+
+    # ---- dispatch -------------------------------------------------------------------------------------------
+
+    cdef CudaLowLatencyHandle make_low_latency_handle(self, LowLatencyDispatchCall call):
+        cdef CudaLowLatencyHandle h = CudaLowLatencyHandle.__new__(CudaLowLatencyHandle)
+        h.block, h.num_local = self.blocks.take(), epcy_num_local_experts(&self.shape)
+        epcy_low_latency_handle_layout(&self.shape, <char *>h.block.at, &h.arrays)
+        h.buffer_token, h.layout, h.num_tokens = self.token, "low_latency", call.x.shape[0]
+        h.num_rows, h.expert_alignment, h.backend = self.low_latency.num_rows, 1, self
+        h.number, h.epoch = self.low_latency.sent(LOW_LATENCY_DISPATCH), self.steps[LOW_LATENCY_DISPATCH]
+        h.area = self.low_latency.take_area()
+        return h
+
+    cdef int launch_dispatch(self, LowLatencyDispatchCall call, CudaLowLatencyHandle handle, int phases,
+                             uintptr_t stream) except -1:
+        cdef epcy_low_latency_dispatch *d = &self.dispatch_params
+        cdef int64_t item_bytes = call.x.item_bytes(), hidden = self.shape.hidden
+        cdef char *area = self.start + self.heap_layout.low_latency_x[handle.area]
+        cdef uint32_t header = OP_DISPATCH | <uint32_t>call.x.kind << 3
+        if call.use_fp8:
+            header |= EPCY_LOW_LATENCY_FP8
+            if call.round_scale:
+                header |= EPCY_LOW_LATENCY_ROUND_SCALE
+            if call.use_ue8m0:
+                header |= EPCY_LOW_LATENCY_UE8M0
+        if call.topk_weights is not None:
+            header |= EPCY_LOW_LATENCY_WEIGHTS
+        self.fill_rows(&d.call, call.x.kind, hidden if call.use_fp8 else hidden * item_bytes, phases)
+        d.call.handle, d.call.sent, d.call.header = handle.arrays, handle.arrays.sent, header
+        d.call.num_tokens = <int32_t>handle.num_tokens
+        d.x, d.x_stride_bytes = call.x.data, hidden * item_bytes if call.x.is_contiguous else call.x.strides[0]
+        d.topk_idx, d.is_int64 = call.topk_idx.data, call.topk_idx.kind == KIND_INT64
+        d.topk_weights = NULL
+        if call.topk_weights is not None:
+            d.topk_weights = <const float *>call.topk_weights.data
+        d.recv_x, d.recv_count = area + self.low_latency_area.payload, <int64_t *>(area + self.low_latency_area.counts)
+        d.recv_scales, d.num_scales, d.part_scales = NULL, 0, 0
+        if call.use_fp8:
+            d.recv_scales = <uint32_t *>(area + self.low_latency_area.scales)
+            d.num_scales = <int32_t>(hidden // (512 if call.use_ue8m0 else 128))
+            d.part_scales = SCALES_OF_PART // 4 if call.use_ue8m0 else SCALES_OF_PART
+        d.stats, d.stats_is_int64 = NULL, 0
+        if call.stats is not None:
+            d.stats, d.stats_is_int64 = call.stats.data, call.stats.kind == KIND_INT64
+        return check(epcy_cuda_launch_low_latency_dispatch(d, <void *>stream), "launching low_latency_dispatch")
+
+    cdef tuple low_latency_dispatch(self, LowLatencyDispatchCall call):
+        cdef CudaLowLatencyHandle handle
+        cdef CudaEvent event
+        cdef bint capturing = False, hook = call.return_recv_hook
+        cdef uintptr_t stream
+        cdef int previous = 0
+        self.may_step(LOW_LATENCY_DISPATCH)
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            if (<uintptr_t>call.x.data | <uintptr_t>call.x.strides[0]) % 16 and call.x.shape[0]:
+                call.x = self.aligned(call, call.x)
+            stream = self.begin(call, &capturing)
+            self.step_of(LOW_LATENCY_DISPATCH, hook)
+            handle = self.make_low_latency_handle(call)
+            self.launch_dispatch(call, handle, EPCY_LOW_LATENCY_SEND if hook
+                                 else EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE, stream)
+            event = self.end(call, stream, capturing, [call, handle.block])
+            if not capturing:
+                handle.event = event
+            if not hook:
+                handle.received = True
+                self.low_latency.has_received(LOW_LATENCY_DISPATCH)
+            return self.low_latency.result(call, handle, event)
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+    cdef int low_latency_dispatch_receive(self, LowLatencyDispatchCall call, LowLatencyHandle given) except -1:
+        cdef CudaLowLatencyHandle handle = given
+        cdef Call order = self.on_current_stream()
+        cdef CudaEvent event
+        cdef bint capturing = False
+        cdef uintptr_t stream
+        cdef int previous = 0
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            stream = self.begin(order, &capturing)
+            self.launch_dispatch(call, handle, EPCY_LOW_LATENCY_RECEIVE, stream)
+            event = self.end(order, stream, capturing, [call, handle.block])
+            if not capturing:
+                handle.event = event
+            handle.received = True
+            return self.received_oldest(LOW_LATENCY_DISPATCH)
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+    # ---- combine --------------------------------------------------------------------------------------------
+
+    cdef int launch_combine(self, LowLatencyCombineCall call, uint64_t step, int phases, uintptr_t stream) except -1:
+        cdef epcy_low_latency_combine *c = &self.combine_params
+        cdef CudaLowLatencyHandle handle = call.handle
+        cdef uint32_t header = OP_COMBINE | <uint32_t>call.x.kind << 3 | (<uint32_t>handle.epoch & 511) << 19
+        if call.reduction:
+            header |= EPCY_LOW_LATENCY_SOURCE
+        if call.use_logfmt:
+            header |= EPCY_LOW_LATENCY_LOGFMT
+        if call.topk_weights is not None:
+            header |= EPCY_LOW_LATENCY_WEIGHTS
+        self.fill_rows(&c.call, call.x.kind, self.shape.hidden * call.x.item_bytes(), phases)
+        c.call.handle, c.call.sent, c.call.header = handle.arrays, handle.arrays.sent + 1 + (step & 1), header
+        c.call.num_tokens = <int32_t>handle.num_tokens
+        c.x, c.out = call.x.data, call.out.data
+        c.topk_weights = NULL
+        if call.topk_weights is not None:
+            c.topk_weights = <const float *>call.topk_weights.data
+        return check(epcy_cuda_launch_low_latency_combine(c, <void *>stream), "launching low_latency_combine")
+
+    cdef object low_latency_combine(self, LowLatencyCombineCall call):
+        cdef CudaLowLatencyHandle handle = call.handle
+        cdef CudaEvent event
+        cdef bint capturing = False, hook = call.return_recv_hook
+        cdef uintptr_t stream
+        cdef uint64_t step
+        cdef int previous = 0
+        self.may_step(LOW_LATENCY_COMBINE)
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            if <uintptr_t>call.x.data % 16:
+                call.x = self.aligned(call, call.x)
+            stream = self.begin(call, &capturing)
+            step = self.step_of(LOW_LATENCY_COMBINE, hook)
+            self.low_latency.sent(LOW_LATENCY_COMBINE)
+            self.launch_combine(call, step, EPCY_LOW_LATENCY_SEND if hook
+                                else EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE, stream)
+            event = self.end(call, stream, capturing, [call, handle.block])
+            if not hook:
+                self.low_latency.leave_input(call)
+                self.low_latency.has_received(LOW_LATENCY_COMBINE)
+            return event
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+    cdef int low_latency_combine_receive(self, LowLatencyCombineCall call) except -1:
+        cdef CudaLowLatencyHandle handle = call.handle
+        cdef Call order = self.on_current_stream()
+        cdef bint capturing = False
+        cdef uintptr_t stream
+        cdef int previous = 0
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            stream = self.begin(order, &capturing)
+            self.launch_combine(call, self.pending[LOW_LATENCY_COMBINE][0], EPCY_LOW_LATENCY_RECEIVE, stream)
+            self.end(order, stream, capturing, [call, handle.block])
+            self.low_latency.leave_input(call)
+            return self.received_oldest(LOW_LATENCY_COMBINE)
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+    # ---- refusals and life ------------------------------------------------------------------------------------
+
+    def refuse(self, int op, str text):
+        """Take part in a call without data, so that the others learn why and stay in step."""
+        cdef int previous = 0, kind = op - <int>OP_DISPATCH
+        cdef CudaEvent event = CudaEvent.__new__(CudaEvent)
+        if kind != LOW_LATENCY_DISPATCH and kind != LOW_LATENCY_COMBINE:
+            return NvshmemBackend.refuse(self, op, text)
+        raw = f"rank {self.rank} refused {OPERATIONS[op]}: {text}".encode()[:EPCY_CUDA_TEXT_BYTES - 1]
+        self.num_calls += 1
+        self.steps[kind] += 1
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            if self.last is not None and self.last_stream != self.own_stream:
+                check(epcy_cuda_event_wait(self.last.event, <void *>self.own_stream), "cudaStreamWaitEvent")
+            check(epcy_cuda_launch_low_latency_refusal(&self.peers, &self.wire, kind, <uint32_t>op, raw,
+                                                       <void *>self.own_stream), "launching a refusal")
+            event.record(self.own_stream)
+            self.last, self.last_stream = event, self.own_stream
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+    def reset(self):
+        NvshmemBackend.reset(self)
+        memset(self.pending, 0, sizeof(self.pending))
+        self.steps[0] = self.steps[1] = <uint64_t>self.num_resets * 512     # the same number on every rank

@@ -1,0 +1,45 @@
+// A rank that refuses a low-latency call takes part in it all the same: its epoch steps, and its header frees those who
+// wait for its data.
+#include "low_latency.cuh"
+
+namespace {
+
+struct Text {
+  char bytes[EPCY_CUDA_TEXT_BYTES];
+};
+
+__global__ void __launch_bounds__(kThreads, 1)
+    refuse(const __grid_constant__ epcy_peers peers, const __grid_constant__ epcy_low_latency_wire wire, int kind,
+           uint32_t header, const __grid_constant__ Text text) {
+  const LowLatency s(peers, wire, kind, nullptr);
+  if (s.broken()) return;
+  const bool first_warp = threadIdx.x < 32;
+  bool ok = true;
+  if (first_warp) {
+    const uint64_t acks = s.look_for_acks();
+    s.acknowledge();
+    ok = s.wait_for_acks(acks);
+  }
+  if (__syncthreads_or(!ok)) return;
+  for (int i = threadIdx.x; i < s.num_ranks * EPCY_CUDA_TEXT_BYTES; i += kThreads)
+    s.text(i / EPCY_CUDA_TEXT_BYTES, s.me)[i % EPCY_CUDA_TEXT_BYTES] = text.bytes[i % EPCY_CUDA_TEXT_BYTES];
+  if (kind == EPCY_LOW_LATENCY_DISPATCH) { // counts are waited for together with headers, so they come too
+    const int L = (int)epcy_num_local_experts(&peers.shape);
+    for (int i = threadIdx.x; i < s.num_ranks * L; i += kThreads) store_word(s.counts(i / L, s.me) + i % L, s.word(0));
+  }
+  __threadfence_system(); // the text before the word that says that it is there
+  __syncthreads();
+  if (first_warp) s.announce(0, header);
+  // Nothing is received here, and nothing is kept for a hook: as if this had been received.
+  s.leave(EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE, nullptr);
+}
+
+} // namespace
+
+extern "C" int epcy_cuda_launch_low_latency_refusal(const epcy_peers *peers, const epcy_low_latency_wire *wire,
+                                                    int kind, uint32_t header, const char *text, void *stream) {
+  Text given = {};
+  for (int i = 0; text && text[i] && i < EPCY_CUDA_TEXT_BYTES - 1; i++) given.bytes[i] = text[i];
+  refuse<<<1, kThreads, 0, (cudaStream_t)stream>>>(*peers, *wire, kind, header | EPCY_HEADER_REFUSED, given);
+  return cudaGetLastError();
+}
