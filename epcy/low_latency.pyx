@@ -118,7 +118,8 @@ cdef class LowLatencyCalls:
         Raises
         ------
         ArgumentError, MismatchError, PeerTimeoutError, StateError
-            See docs/errors.md; what another rank refused is a PeerError of `check()` or the next call that waits.
+            See docs/errors.md. What another rank refused is a PeerError of `check()` or the next call that waits;
+            combined_x is then unspecified.
         """
         cdef LowLatencyCombineCall call
         cdef bint only_send = return_recv_hook
