@@ -8,7 +8,7 @@ slot is free again. To receive is to wait for everybody's `arrived`, to compare 
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy, memmove, memset
 
 import numpy as np
 
@@ -245,7 +245,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_RECEIVED_COMBINE, self.input_epochs[call.area])
         with nogil:
             for e in range(handle.num_local):
-                memcpy(area + e * expert_bytes, call.x.data + e * expert_bytes, handle.counts[e] * row_bytes)
+                memmove(area + e * expert_bytes, call.x.data + e * expert_bytes, handle.counts[e] * row_bytes)
         return 0
 
     cdef object low_latency_combine(self, LowLatencyCombineCall call):
