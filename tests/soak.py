@@ -1,4 +1,4 @@
-"""Many dispatch and combine pairs in a row, with fresh routing and random delays, every row compared with the reference.
+"""Many dispatch and combine pairs in a row, fresh routing, random delays, every row compared with the reference.
 
 mpiexec -n N python -m mpi4py tests/soak.py --pairs 10000 --backend host
 """
