@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
             if (r != s.me || by_wire) store_unit(s.row(r, s.me, t) + seat.at, v);
           }
         for (int r = warp; part == 0 && r < R; r += kWarps)
-          if (lane < K && (r != s.me || by_wire))
+          if (lane < K && (r != s.me || by_wire || P > 1)) // another part of the token may come by the wire
             store_words(s.lanes(r, s.me, t) + lane, s.word(owner == r ? place : kNowhere),
                         s.word(__float_as_uint(in.weight)));
         if (part == 0 && warp == 0) {
