@@ -264,9 +264,8 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
     const int tokens = lane < R ? c.handle.tokens[lane] : 0;
     Sources at(s, keeps && R > 1 ? 1 : 0);
     Lanes ahead(a, at.source, at.item < room ? at.item / P : 0);
-    if (s.broken()) return;
     if (first_warp) s.acknowledge();
-    if (!s.wait_for_acks(acks)) verdict = EPCY_VERDICT_BROKEN;
+    if (__any_sync(~0u, s.broken()) || !s.wait_for_acks(acks)) verdict = EPCY_VERDICT_BROKEN;
     else if (first_warp) s.announce(c.num_tokens, c.header);
     if (!by_source && gives_weights(a) && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
       By::send_weights(s, a);
@@ -282,8 +281,8 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
       l.split(c);
       if (l.here && !By::send(s, a, l, source, item / P, Rows(c, item % P, shared))) verdict = EPCY_VERDICT_BROKEN;
     }
-  } else if (s.broken()) {
-    return;
+  } else if (__any_sync(~0u, s.broken())) {
+    verdict = EPCY_VERDICT_BROKEN;
   }
 
   if (receives && verdict != EPCY_VERDICT_BROKEN) {

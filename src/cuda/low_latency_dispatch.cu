@@ -176,7 +176,12 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
   Input<From> in;
   if (sends) in.load(a, b / P, b % P, b < items);
   const LowLatency s(c.peers, c.wire, EPCY_LOW_LATENCY_DISPATCH, sends ? nullptr : c.sent);
-  if (s.broken()) {
+  const uint64_t acks = sends ? s.look_for_acks() : 0;
+  const int each = (E + G - 1) / G, first = b * each < E ? b * each : E, mine = E - first < each ? E - first : each;
+  for (int i = threadIdx.x; i < each; i += kThreads) hist[i] = 0;
+  if (threadIdx.x < 64) shared.ordinal[threadIdx.x >> 5][lane] = 0;
+  if (threadIdx.x == 64) shared.bad = ~0u;
+  if (__syncthreads_or(s.broken())) {
     if (b == 0 && threadIdx.x == 0) c.handle.found->verdict = EPCY_VERDICT_BROKEN, c.handle.found->has_bad = 0;
     return forget(a);
   }
@@ -186,12 +191,6 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
   const float own_weight = in.weight;
   bool fails = false;
   if (sends) {
-    const uint64_t acks = s.look_for_acks();
-    const int each = (E + G - 1) / G, first = b * each < E ? b * each : E, mine = E - first < each ? E - first : each;
-    for (int i = threadIdx.x; i < each; i += kThreads) hist[i] = 0;
-    if (threadIdx.x < 64) shared.ordinal[threadIdx.x >> 5][lane] = 0;
-    if (threadIdx.x == 64) shared.bad = ~0u;
-    __syncthreads();
     if (b == 0 && warp == 0) s.acknowledge();
 
     for (int item = b, turn = 0; turn == 0 || item < items; item += G, turn++) {
