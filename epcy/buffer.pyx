@@ -45,6 +45,9 @@ def shape_of(dict options, int64_t num_ranks):
         if rows * row_bytes > 2**46:
             raise ArgumentError(f"num_max_low_latency_tokens_per_rank: {rows} rows of {row_bytes} bytes are more than "
                                 "an address space holds; give a smaller one")
+        if low_latency * options["num_topk"] > 2**31 - 1:
+            raise ArgumentError(f"num_max_low_latency_tokens_per_rank: {low_latency} tokens of {options['num_topk']} "
+                                f"lanes are more than {2**31 - 1} lanes; give a smaller one")
     rows = options["num_max_recv_tokens"] or max(1, epcy_default_num_rows(&s))
     if rows * (row_bytes + 12 * s.num_topk) > 2**46:
         raise ArgumentError(f"num_max_recv_tokens: {rows} rows of {row_bytes} bytes are more than an address space "

@@ -105,7 +105,8 @@ cdef class LowLatencyCalls:
         out : array (T, H) of x's dtype, optional
             Where the sums go; by default a new array.
         return_recv_hook : bool
-            Only send; `hook()` receives. x may be overwritten after `event`.
+            Only send; `hook()` receives. x may be overwritten after `event`; an array of `low_latency_combine_input`
+            belongs to the combine from now on, hook or not.
         previous_event, async_finish, stream
             Order with other work; nothing to order on the host backend.
 
@@ -118,7 +119,8 @@ cdef class LowLatencyCalls:
         Raises
         ------
         ArgumentError, MismatchError, PeerTimeoutError, StateError
-            See docs/errors.md; what another rank refused is a PeerError of `check()` or the next call that waits.
+            See docs/errors.md. What another rank refused is a PeerError of `check()` or the next call that waits;
+            combined_x is then unspecified.
         """
         cdef LowLatencyCombineCall call
         cdef bint only_send = return_recv_hook

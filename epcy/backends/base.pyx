@@ -10,7 +10,7 @@ from epcy.backends.call cimport CombineCall, DispatchCall, LowLatencyCombineCall
 from epcy.backends.low_latency cimport LowLatency
 from epcy.event cimport completed
 from epcy.handle cimport Area, Dispatch, Handle, LowLatencyHandle
-from epcy.layout cimport EPCY_NUM_AREAS, epcy_area_layout, epcy_num_scales, epcy_shape
+from epcy.layout cimport EPCY_NUM_AREAS, epcy_area_layout, epcy_num_local_experts, epcy_num_scales, epcy_shape
 
 from epcy.arrays import DTYPES
 from epcy.errors import ArgumentError, StateError
@@ -101,7 +101,9 @@ cdef class Backend:
             for array in view.values():
                 array[:rows].view(np.uint8).reshape(-1)[::4096] |= 0
         if self.low_latency is not None:
-            self.low_latency.touch()
+            # Of each expert twice a balanced load: all of its rows would be far more memory than is ever used.
+            balanced = self.shape.num_low_latency_tokens * self.shape.num_topk // epcy_num_local_experts(&self.shape)
+            self.low_latency.touch(min(self.num_ranks * self.shape.num_low_latency_tokens, 2 * balanced + 1))
 
     # ---- dispatch -------------------------------------------------------------------------------------------
 

@@ -143,6 +143,8 @@ cdef extern from "epcy/host.h" nogil:
     const epcy_low_latency_header *epcy_low_latency_find(const epcy_host *h, int64_t rank, int kind, uint64_t epoch)
     void epcy_host_low_latency_send(epcy_host *h, epcy_low_latency_send *call)
     void epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive *call)
+    void epcy_host_low_latency_stage(epcy_host *h, char *to, const char *data, const int64_t *counts,
+                                     int64_t row_bytes)
     void epcy_host_low_latency_combine(epcy_host *h, const epcy_low_latency_combine *call)
     int epcy_simd_level()
     int epcy_simd_limit(int level)
@@ -186,5 +188,6 @@ cdef class HostBackend(Backend):
     cdef const epcy_low_latency_header *find(self, int64_t rank, int kind, uint64_t epoch) noexcept
     cdef void send_rows(self, epcy_low_latency_send *call) noexcept nogil
     cdef void receive_rows(self, const epcy_low_latency_receive *call) noexcept nogil
+    cdef void stage_rows(self, char *to, const char *data, const int64_t *counts, int64_t row_bytes) noexcept nogil
     cdef void sum_rows(self, const epcy_low_latency_combine *call) noexcept nogil
     cdef int op_of(self, int64_t rank, uint64_t epoch) noexcept

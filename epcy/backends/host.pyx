@@ -505,6 +505,9 @@ cdef class HostBackend(Backend):
     cdef void receive_rows(self, const epcy_low_latency_receive *call) noexcept nogil:
         epcy_host_low_latency_receive(&self.h, call)
 
+    cdef void stage_rows(self, char *to, const char *data, const int64_t *counts, int64_t row_bytes) noexcept nogil:
+        epcy_host_low_latency_stage(&self.h, to, data, counts, row_bytes)
+
     cdef void sum_rows(self, const epcy_low_latency_combine *call) noexcept nogil:
         epcy_host_low_latency_combine(&self.h, call)
 

@@ -27,4 +27,4 @@ cdef class HostLowLatencyBackend(HostBackend):
     cdef object disagreement_of(self, int kind, uint64_t epoch)
     cdef HostLowLatencyHandle make_handle(self, LowLatencyDispatchCall call)
     cdef int count_stats(self, LowLatencyDispatchCall call, HostLowLatencyHandle handle) except -1
-    cdef int stage_rows(self, LowLatencyCombineCall call, HostLowLatencyHandle handle) except -1
+    cdef int put_in_area(self, LowLatencyCombineCall call, HostLowLatencyHandle handle) except -1

@@ -237,15 +237,12 @@ cdef class HostLowLatencyBackend(HostBackend):
         self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_RECEIVED_COMBINE, self.input_epochs[area])
         return self.low_latency.inputs[area][kind]
 
-    cdef int stage_rows(self, LowLatencyCombineCall call, HostLowLatencyHandle handle) except -1:
+    cdef int put_in_area(self, LowLatencyCombineCall call, HostLowLatencyHandle handle) except -1:
         """Copy the experts' rows into the combine area: of each expert those that came."""
-        cdef int64_t row_bytes = self.h.shape.hidden * call.x.item_bytes(), e
-        cdef int64_t expert_bytes = call.x.shape[1] * row_bytes
-        cdef char *area = self.low_latency.inputs_at[call.area]
+        cdef int64_t row_bytes = self.h.shape.hidden * call.x.item_bytes()
         self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_RECEIVED_COMBINE, self.input_epochs[call.area])
         with nogil:
-            for e in range(handle.num_local):
-                memcpy(area + e * expert_bytes, call.x.data + e * expert_bytes, handle.counts[e] * row_bytes)
+            self.stage_rows(self.low_latency.inputs_at[call.area], call.x.data, handle.counts, row_bytes)
         return 0
 
     cdef object low_latency_combine(self, LowLatencyCombineCall call):
@@ -253,7 +250,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         cdef epcy_low_latency_header *header = self.take_slot(LOW_LATENCY_COMBINE)
         cdef uint64_t epoch
         if not call.in_area:
-            self.stage_rows(call, handle)
+            self.put_in_area(call, handle)
         epoch = self.step(LOW_LATENCY_COMBINE)
         header.dtype, header.reduction, header.use_logfmt = call.x.kind, call.reduction, call.use_logfmt
         header.has_weights, header.routing = call.topk_weights is not None, handle.epoch

@@ -145,8 +145,9 @@ cdef class LowLatency:
         self.next_area = self.next_input = 0
         return 0
 
-    def touch(self):
-        """Write to this rank's pages, so that they are there."""
+    def touch(self, int64_t rows):
+        """Write to pages of this rank, so that they are there: of each expert's rows that many."""
         for views in (*self.received, *self.inputs):
             for array in views.values():
-                array.view(np.uint8).reshape(-1)[::4096] |= 0
+                if array.ndim == 3:
+                    array[:, :rows].view(np.uint8)[..., ::4096] |= 0

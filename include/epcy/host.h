@@ -195,6 +195,8 @@ epcy_low_latency_header *epcy_low_latency_header_at(const epcy_host *h, int64_t 
 const epcy_low_latency_header *epcy_low_latency_find(const epcy_host *h, int64_t rank, int kind, uint64_t epoch);
 void epcy_host_low_latency_send(epcy_host *h, epcy_low_latency_send *call);
 void epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive *call);
+/* Copy the experts' rows (L, R * M'), of each expert the first counts[l]. */
+void epcy_host_low_latency_stage(epcy_host *h, char *to, const char *from, const int64_t *counts, int64_t row_bytes);
 
 /* combine.c */
 void epcy_host_low_latency_combine(epcy_host *h, const epcy_low_latency_combine *call);

@@ -144,6 +144,17 @@ void epcy_host_low_latency_send(epcy_host *h, epcy_low_latency_send *call) {
   epcy_pool_run(h->pool, send_rows, &c, call->num_tokens, 16);
 }
 
+/* The last of num_groups groups that begins at row `row` or before. */
+static int64_t group_of(const int64_t *starts, int64_t num_groups, int64_t row) {
+  int64_t group = 0;
+  for (int64_t high = num_groups; high - group > 1;) {
+    const int64_t middle = (group + high) / 2;
+    if (starts[middle] <= row) group = middle;
+    else high = middle;
+  }
+  return group;
+}
+
 typedef struct receive_context {
   const epcy_host *h;
   const epcy_low_latency_receive *call;
@@ -163,12 +174,7 @@ static void receive_rows(const void *context, int64_t begin, int64_t end) {
   const epcy_shape *s = &c->h->shape;
   const int64_t num_ranks = s->num_ranks, num_local = epcy_num_local_experts(s);
   const int64_t room = num_ranks * s->num_low_latency_tokens; /* rows of an expert */
-  int64_t group = 0, high = num_local * num_ranks;
-  while (high - group > 1) { /* the last group that begins at `begin` or before */
-    const int64_t middle = (group + high) / 2;
-    if (c->starts[middle] <= begin) group = middle;
-    else high = middle;
-  }
+  int64_t group = group_of(c->starts, num_local * num_ranks, begin);
   for (int64_t i = begin; i < end; group++) {
     const int64_t expert = group / num_ranks, source = group % num_ranks;
     const char *slot = c->slots[source];
@@ -225,4 +231,32 @@ void epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive 
   }
   epcy_pool_run(h->pool, receive_rows, &c, starts[num_local * num_ranks], 16);
   place_routes(&c);
+}
+
+typedef struct stage_context {
+  const int64_t *starts; /* (L + 1): rows before those of an expert */
+  int64_t num_local, room, row_bytes;
+  char *to;
+  const char *from;
+} stage_context;
+
+static void stage_rows(const void *context, int64_t begin, int64_t end) {
+  const stage_context *c = context;
+  int64_t expert = group_of(c->starts, c->num_local, begin);
+  for (int64_t i = begin; i < end; expert++) {
+    const int64_t stop = c->starts[expert + 1] < end ? c->starts[expert + 1] : end;
+    const int64_t at = (expert * c->room + i - c->starts[expert]) * c->row_bytes;
+    if (stop > i) memcpy(c->to + at, c->from + at, (size_t)((stop - i) * c->row_bytes));
+    i = stop;
+  }
+}
+
+void epcy_host_low_latency_stage(epcy_host *h, char *to, const char *from, const int64_t *counts, int64_t row_bytes) {
+  const int64_t num_local = epcy_num_local_experts(&h->shape);
+  int64_t *starts = h->scratch;
+  starts[0] = 0;
+  for (int64_t l = 0; l < num_local; l++) starts[l + 1] = starts[l] + counts[l];
+  const int64_t room = h->shape.num_ranks * h->shape.num_low_latency_tokens;
+  const stage_context c = {starts, num_local, room, row_bytes, to, from};
+  if (to != from) epcy_pool_run(h->pool, stage_rows, &c, starts[num_local], 16);
 }

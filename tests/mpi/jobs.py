@@ -1,4 +1,4 @@
-"""Whole programs that test_jobs.py starts in jobs of their own: `python jobs.py NAME`."""
+"""Whole programs that test_jobs.py starts in jobs of their own: `python jobs.py NAME [low_latency]`."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 
 def guard():
@@ -43,10 +44,17 @@ def say(*words):
 
 
 def buffer(**options):
+    options["low_latency_mode"] = "low_latency" in sys.argv
     return epcy.Buffer(COMM, **{**SIZES, "num_experts": COMM.size, **options})
 
 
 def dispatch(buf):
+    """Send four tokens to expert 0, with the calls that the command line names; return what came."""
+    if "low_latency" in sys.argv:
+        x, idx = np.full((4, 64), buf.rank, np.float16), np.zeros((4, 1), np.int64)
+        recv_x, count, _, _, hook = buf.low_latency_dispatch(x, idx, use_fp8=False, return_recv_hook=True)
+        hook()
+        return SimpleNamespace(recv_x=recv_x[0, : count[0]])
     return buf.dispatch(np.full((4, 64), buf.rank, np.float16), np.zeros((4, 1), np.int64))
 
 

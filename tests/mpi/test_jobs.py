@@ -18,15 +18,19 @@ def one_rank(comm, backend):
         pytest.skip("the host backend's jobs")
 
 
-def run(name, num_ranks, *, mpi4py=False, **options):
+MODES = pytest.mark.parametrize("mode", ["", "low_latency"])
+
+
+def run(name, num_ranks, *, mpi4py=False, mode="", **options):
     start = time.monotonic()
-    args = [*(["-m", "mpi4py"] if mpi4py else []), SCRIPT, name]
+    args = [*(["-m", "mpi4py"] if mpi4py else []), SCRIPT, name, mode]
     done = launch(num_ranks, args, timeout=30, env={"PYTHONPATH": str(ROOT)}, **options)
     return done, done.stdout + done.stderr, time.monotonic() - start
 
 
-def test_c11_killed_rank():
-    done, told, took = run("killed", 3, options=("-disable-auto-cleanup",))
+@MODES
+def test_c11_killed_rank(mode):
+    done, told, took = run("killed", 3, mode=mode, options=("-disable-auto-cleanup",))
     assert took < 25, told
     assert "ended with -9" in told
     for rank in range(2):
@@ -45,9 +49,10 @@ def test_c11_killed_rank():
     assert len(ends) == 2 and max(ends) < 8, told
 
 
+@MODES
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_c15_interrupt(num_ranks):
-    done, told, _ = run("interrupted", num_ranks)
+def test_c15_interrupt(num_ranks, mode):
+    done, told, _ = run("interrupted", num_ranks, mode=mode)
     assert done.returncode == 0, told
     assert float(re.search(r"interrupted (-?[\d.]+)", told)[1]) < 1
     assert told.count("told:") == num_ranks - 1 and "rank 0 gave up" in told

@@ -44,6 +44,22 @@ def test_numbers_beyond_32_bits():
     assert hint["receive"] > 64 * 2**17 * 2**14 > 2**36
 
 
+def test_low_latency_areas():
+    sizes = {"num_max_tokens_per_rank": 4096, "hidden": 7168, "num_experts": 64, "num_topk": 8}
+    plain = epcy.Buffer.size_hint(8, **sizes)
+    hint = epcy.Buffer.size_hint(8, low_latency_mode=True, **sizes)
+    rows = 8 * 8 * 256  # L * R * M'
+    receive = up(up(up(rows * 14336, 128) + rows * 56 * 4, 128) + 8 * 8, 4096)
+    assert plain["low_latency"] == 0 and hint["low_latency"] == 2 * (receive + up(rows * 14336, 4096))
+    assert hint["total"] == hint["control"] + hint["receive"] + hint["combine"] + hint["low_latency"]
+    for options, text in (
+        ({"num_max_low_latency_tokens_per_rank": 2**24, "hidden": 2**20}, "rows of"),
+        ({"num_max_low_latency_tokens_per_rank": 2**24, "hidden": 8, "num_topk": 1024}, "lanes"),
+    ):
+        with pytest.raises(ArgumentError, match=f"num_max_low_latency_tokens_per_rank: .* {text}"):
+            epcy.Buffer.size_hint(8, low_latency_mode=True, **{**sizes, **options})
+
+
 def test_more_than_an_address_space():
     sizes = {"num_max_tokens_per_rank": 2**31 - 1, "hidden": 2**20, "num_experts": 1024, "num_topk": 8}
     with pytest.raises(ArgumentError, match="num_max_recv_tokens: .* rows of 2097152 bytes"):
