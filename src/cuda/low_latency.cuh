@@ -183,9 +183,10 @@ struct LowLatency {
     *(volatile uint32_t *)&r->late_verdict = verdict;
   }
 
-  // ---- the end: all threads
+  // ---- the end: all threads of a block, but those that have left it for good
   EPCY_DEVICE void leave(int phases, uint32_t *sent) const {
     epcy_low_latency_local *own = state();
+    __syncthreads(); // a warp that is late to start still reads the epoch
     if (phases & EPCY_LOW_LATENCY_SEND)
       for (int g = blockIdx.x + threadIdx.x * gridDim.x; g < EPCY_LOW_LATENCY_MAX_BLOCKS; g += kThreads * gridDim.x)
         own->epoch[kind][g] = epoch;
@@ -195,7 +196,6 @@ struct LowLatency {
     }
     if (phases != EPCY_LOW_LATENCY_RECEIVE) return; // the next call's first words acknowledge this one: no flight here
     __shared__ bool last;
-    __syncthreads();
     if (threadIdx.x == 0) {
       __threadfence();
       last = atomicAdd(&own->blocks_done[kind], 1u) == gridDim.x - 1;
