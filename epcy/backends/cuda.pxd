@@ -27,7 +27,7 @@ cdef extern from "epcy/cuda.h" nogil:
     const uint32_t EPCY_COUNT_BAD
 
     ctypedef struct epcy_control:
-        int64_t headers, done, counts, experts, starts, progress, fans, bad, text, marks, resets, local, bytes
+        int64_t headers, done, counts, experts, starts, progress, fans, bad, text, marks, left, resets, local, bytes
 
     ctypedef struct epcy_local:
         uint32_t epoch[256]
@@ -43,7 +43,7 @@ cdef extern from "epcy/cuda.h" nogil:
         uint64_t verdict[32]
         uint32_t expired, phase, peer, epoch
         uint64_t expected, seen
-        uint32_t operation
+        uint32_t operation, gone
         epcy_cuda_bad bad[32]
         uint32_t late_verdict, late_rank
         uint64_t late_rows, late_limit
@@ -59,6 +59,7 @@ cdef extern from "epcy/cuda.h" nogil:
         epcy_report *report
         int64_t timeout_ns
         uint32_t ticket, operation
+        int32_t num_local
 
     ctypedef struct epcy_cuda_routing:
         int32_t *list

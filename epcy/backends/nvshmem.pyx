@@ -168,6 +168,7 @@ cdef class NvshmemBackend(Backend):
             self.peers.shape, self.peers.area, self.peers.heap = self.shape, self.area, self.heap_layout
             self.peers.rank, self.peers.report = self.rank, self.mapped.device_report
             self.peers.timeout_ns = <int64_t>(self.timeout * 1e9)
+            self.peers.num_local = <int32_t>epcy_num_local_experts(&self.shape)
             check(epcy_cuda_stream(<void **>&self.own_stream), "cudaStreamCreate")
             check(epcy_cuda_load(), "loading kernels")
             self.choose_blocks(options["num_sms"])
@@ -575,6 +576,15 @@ cdef class NvshmemBackend(Backend):
         cdef epcy_local *local = NULL
         self.broken = True
         epcy_cuda_put(self.start + self.peers.control.local + <int64_t>&local.broken, &one, 4)
+        self.leave()
+
+    cdef int leave(self) noexcept:
+        """Tell the other ranks' kernels that they need not wait for this one."""
+        cdef uint32_t one = 1
+        cdef int rank
+        for rank in range(self.num_ranks):
+            epcy_cuda_put(self.peers.base[rank] + self.peers.control.left + 4 * self.rank, &one, 4)
+        return 0
 
     cdef int settle(self, str op) except -1:
         """Wait until nothing of this Buffer runs; every kernel ends by itself within the timeout."""
@@ -651,6 +661,9 @@ cdef class NvshmemBackend(Backend):
                 error = verdicts.low_latency_mismatch(headers[self.num_ranks], low_latency_records(found))
             else:
                 error = verdicts.mismatch(headers[self.num_ranks], records(found))
+        elif r.late_verdict == EPCY_VERDICT_OVERFLOW:
+            error = PeerError(verdicts.no_room_for_rows(self.num_calls, r.late_rank, r.late_rows, r.late_limit),
+                              [r.late_rank])
         elif first >= 0:
             error = verdicts.bad_id(self.rank, r.bad[first].token, r.bad[first].lane, r.bad[first].value,
                                     self.shape.num_experts)
@@ -690,8 +703,9 @@ cdef class NvshmemBackend(Backend):
         operation = "reset" if phase == "reset" else OPERATIONS[r.operation]
         where = ", ".join([f"rank {rank} (pid {self.identities[rank].pid}) was last seen in call {epoch}"
                            for rank, epoch in zip(culprits[:4], seen)])
-        return verdicts.late(operation, r.epoch, self.rank, culprits, phase, expected, seen, where, [], self.timeout,
-                             self.timeout)
+        gone = [r.peer] if r.gone else []
+        return verdicts.late(operation, r.epoch, self.rank, gone or culprits, phase, expected, seen, where, gone,
+                             0.0 if r.gone else self.timeout, self.timeout)
 
     def take_deferred(self):
         error, self.deferred = self.deferred, None
@@ -714,6 +728,7 @@ cdef class NvshmemBackend(Backend):
         cdef int previous = 0
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
+            self.leave()
             self.settle("reset")
             self.late_error()
             self.num_resets += 1
@@ -742,6 +757,8 @@ cdef class NvshmemBackend(Backend):
                 if together:
                     self.barrier(OP_FREE)
                     agreed = True
+                else:
+                    self.leave()
             finally:
                 self.close_areas()
                 self.alive, self.captured = [], []

@@ -64,6 +64,7 @@ typedef struct epcy_control {
   int64_t bad;      /* int64 [2][R][C][4]: token, lane, value of a chunk's first bad id */
   int64_t text;     /* char [2][R][512] */
   int64_t marks;    /* u64 [2][R][3]: how far a rank has come in a call; see EPCY_MARK_ROWS */
+  int64_t left;     /* u32 [R]: whether a rank has left its calls: gave up, was interrupted, freed its Buffer alone */
   int64_t resets;   /* u64 [2][R]: (round, epoch) of the two rounds of reset */
   int64_t local;    /* epcy_local: nobody else touches it */
   int64_t bytes;
@@ -89,6 +90,7 @@ EPCY_INLINE epcy_control epcy_control_layout(const epcy_shape *s) {
   c.bad = at, at = epcy_round_up(at + 2 * R * C * 4 * 8, EPCY_LINE_BYTES);
   c.text = at, at = epcy_round_up(at + 2 * R * EPCY_CUDA_TEXT_BYTES, EPCY_LINE_BYTES);
   c.marks = at, at = epcy_round_up(at + 2 * R * EPCY_NUM_MARKS * 8, EPCY_LINE_BYTES);
+  c.left = at, at = epcy_round_up(at + R * 4, EPCY_LINE_BYTES);
   c.resets = at, at = epcy_round_up(at + 2 * R * 8, EPCY_LINE_BYTES);
   c.local = at, at = epcy_round_up(at + (int64_t)sizeof(epcy_local), EPCY_LINE_BYTES);
   c.bytes = at;
@@ -110,7 +112,7 @@ typedef struct epcy_report {        /* its definition must not depend on the Buf
   /* The first wait that expired: written once, read when a call fails. */
   uint32_t expired, phase, peer, epoch;
   uint64_t expected, seen;
-  uint32_t operation, unused;
+  uint32_t operation, gone;             /* gone: the peer had left */
   epcy_cuda_bad bad[EPCY_MAX_CHUNKS];   /* the first of each chunk of this rank */
   uint32_t late_verdict, late_rank;     /* of a call whose host did not wait and which failed; who refused */
   uint64_t late_rows, late_limit;       /* rows that came where there was room for fewer */
@@ -130,6 +132,8 @@ typedef struct epcy_peers {
   int64_t timeout_ns;
   uint32_t ticket;    /* of this call; 0: its host does not wait */
   uint32_t operation; /* likewise, as in its header */
+  int32_t num_local;  /* L: a division of 64 bits is long on a GPU */
+  int32_t unused;
 } epcy_peers;
 
 enum epcy_cuda_phase {

@@ -6,10 +6,10 @@ namespace {
 // All threads: each lane's weight comes back from the rank that owns the lane.
 EPCY_DEVICE void pull_weights(const Step &s, const epcy_cuda_combine &a) {
   const int K = (int)a.peers.shape.num_topk;
-  const int64_t L = epcy_num_local_experts(&a.peers.shape), lanes = (int64_t)a.num_tokens * K;
+  const int64_t L = a.peers.num_local, lanes = (int64_t)a.num_tokens * K;
   for (int64_t q = (int64_t)blockIdx.x * kThreads + threadIdx.x; q < lanes; q += (int64_t)gridDim.x * kThreads) {
     const int64_t id = a.lane_ids[q], token = q / K;
-    const int owner = id < 0 ? -1 : (int)epcy_rank_of_expert(id, L);
+    const int owner = id < 0 ? -1 : (int)id / (int)L;
     const int row = owner < 0 ? -1 : a.pos[token * s.num_ranks + owner];
     float w = 0.0f;
     if (row >= 0)

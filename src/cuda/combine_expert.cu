@@ -11,11 +11,11 @@ EPCY_DEVICE bool has_weights(const epcy_cuda_combine &a) { return EPCY_HEADER_WE
 
 // All blocks: store each lane's weight at its row on the experts' rank.
 EPCY_DEVICE void push_weights(const Step &s, const epcy_cuda_combine &a) {
-  const int64_t K = a.peers.shape.num_topk, L = epcy_num_local_experts(&a.peers.shape), lanes = a.num_tokens * K;
+  const int64_t K = a.peers.shape.num_topk, L = a.peers.num_local, lanes = a.num_tokens * K;
   for (int64_t q = (int64_t)blockIdx.x * kThreads + threadIdx.x; q < lanes; q += (int64_t)gridDim.x * kThreads) {
     const int row = a.routing.lane_row[q];
     if (row < 0) continue;
-    const int owner = (int)epcy_rank_of_expert(a.lane_ids[q], L);
+    const int owner = (int)a.lane_ids[q] / (int)L;
     ((float *)(a.peers.base[owner] + (int64_t)s.header_value(owner, 2) * 128))[row] = a.topk_weights[q];
   }
 }

@@ -36,13 +36,19 @@ struct Share {
   const int32_t *list[C];
   EPCY_DEVICE int token(int i) const {
     int k = 0;
+#pragma unroll 1
     for (; i >= n[k]; k++) i -= n[k];
     return list[k][i];
   }
 };
 
+// The part-th of num parts of n things begins here: n part / num, without a division of 64 bits.
+EPCY_DEVICE int part_of(int n, int part, int num) {
+  const unsigned each = (unsigned)n / num, rest = (unsigned)n % num;
+  return (int)(each * part + rest * part / num);
+}
 EPCY_DEVICE int first_token(const epcy_cuda_dispatch &a, int chunk, int num_chunks) {
-  return (int)((int64_t)a.num_tokens * chunk / num_chunks);
+  return part_of(a.num_tokens, chunk, num_chunks);
 }
 EPCY_DEVICE int32_t *chunk_list(const epcy_cuda_dispatch &a, int d, int chunk, int num_chunks) {
   return a.routing.list + (int64_t)d * a.num_tokens + first_token(a, chunk, num_chunks);
@@ -53,26 +59,27 @@ template <typename Id> EPCY_DEVICE int64_t read_id(const epcy_cuda_dispatch &a, 
 }
 // The local number at rank d of a lane's expert, or -1.
 template <typename Id> EPCY_DEVICE int local_id(const Step &s, const epcy_cuda_dispatch &a, int64_t lane, int d) {
-  const int64_t L = epcy_num_local_experts(&s.p.shape), id = read_id<Id>(a, lane), local = id - d * L;
-  return id >= 0 && local >= 0 && local < L ? (int)local : -1;
+  const int L = s.p.num_local;
+  const int64_t local = read_id<Id>(a, lane) - d * L; // an id below 0 gives less than 0
+  return local >= 0 && local < L ? (int)local : -1;
 }
 
-// Whether a token goes to rank d; looks for bad ids on the way.
+// Whether a token goes to rank d; *bad becomes the first lane with a bad id, if that is less.
 template <typename Id>
-EPCY_DEVICE bool goes_to(const Step &s, const epcy_cuda_dispatch &a, int token, int d, unsigned long long *first_bad) {
+EPCY_DEVICE bool goes_to(const Step &s, const epcy_cuda_dispatch &a, int token, int d, int64_t *bad) {
   constexpr int kAtOnce = 8;
-  const int K = (int)s.p.shape.num_topk;
-  const int64_t E = s.p.shape.num_experts, L = epcy_num_local_experts(&s.p.shape), from = d * L;
-  const Id *ids = (const Id *)a.topk_idx + (int64_t)token * K;
+  const int K = (int)s.p.shape.num_topk, E = (int)s.p.shape.num_experts, L = s.p.num_local, from = d * L;
+  const int64_t first = (int64_t)token * K;
   bool goes = false;
+#pragma unroll 1
   for (int k0 = 0; k0 < K; k0 += kAtOnce) {
     Id id[kAtOnce];
 #pragma unroll
-    for (int k = 0; k < kAtOnce; k++) id[k] = k0 + k < K ? ids[k0 + k] : (Id)-1;
+    for (int k = 0; k < kAtOnce; k++) id[k] = k0 + k < K ? ((const Id *)a.topk_idx)[first + k0 + k] : (Id)-1;
 #pragma unroll
-    for (int k = 0; k < kAtOnce; k++) {
-      if (id[k] < -1 || id[k] >= E) atomicMin(first_bad, (unsigned long long)token * K + k0 + k);
-      else goes |= id[k] >= from && id[k] < from + L;
+    for (int k = kAtOnce - 1; k >= 0; k--) {
+      if ((id[k] < -1 || id[k] >= E) && first + k0 + k < *bad) *bad = first + k0 + k;
+      goes |= id[k] >= from && id[k] < from + L;
     }
   }
   return goes;
@@ -86,22 +93,28 @@ EPCY_DEVICE int list_tokens(const Step &s, const epcy_cuda_dispatch &a, const Ro
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int32_t *list = chunk_list(a, role.d, role.j, role.g);
   int run = 0;
+#pragma unroll 1
   for (int begin = t0; begin < t1; begin += kWarps * 1024) { // a warp keeps 32 votes of a thread in a register
     const int all = t1 - begin < kWarps * 1024 ? t1 - begin : kWarps * 1024,
               each = (all + kWarps * 32 - 1) / (kWarps * 32);
     const int from = begin + warp * each * 32;
     unsigned mine = 0;
     int total = 0;
+    int64_t bad = INT64_MAX;
+#pragma unroll 2
     for (int i = 0; i < each; i++) {
       const int t = from + i * 32 + lane;
-      const bool goes = t < begin + all && goes_to<Id>(s, a, t, role.d, first_bad);
+      const bool goes = t < begin + all && goes_to<Id>(s, a, t, role.d, &bad);
       mine |= (unsigned)goes << i;
       total += __popc(__ballot_sync(~0u, goes));
     }
+    if (bad != INT64_MAX) atomicMin(first_bad, (unsigned long long)bad);
     if (lane == 0) warp_total[warp] = total;
     __syncthreads();
     int at = run;
+#pragma unroll 1
     for (int w = 0; w < kWarps; w++) at += w < warp ? warp_total[w] : 0, run += warp_total[w];
+#pragma unroll 1
     for (int i = 0; i < each; i++) {
       const unsigned votes = __ballot_sync(~0u, mine >> i & 1);
       if (mine >> i & 1) list[at + __popc(votes & ((1u << lane) - 1))] = from + i * 32 + lane;
@@ -118,6 +131,7 @@ EPCY_DEVICE void publish_count(const Step &s, const epcy_cuda_dispatch &a, const
                                unsigned long long first_bad) {
   const int r = threadIdx.x;
   if (r >= s.num_ranks) return;
+#pragma unroll 1
   for (int c = role.j + role.g; c < C; c += role.g) store_word(s.counts(r, s.me, c) + role.d, s.word(0));
   uint64_t *at = s.counts(r, s.me, role.j) + role.d;
   if (first_bad == ~0ull) return store_word(at, s.word((uint32_t)n));
@@ -136,6 +150,7 @@ EPCY_DEVICE void publish_count(const Step &s, const epcy_cuda_dispatch &a, const
 
 // All threads of a block: everybody's counts for its destination, and what comes before each.
 EPCY_DEVICE void gather_counts(const Step &s, int d, int *verdict, Counts *counts) {
+#pragma unroll 1
   for (int q = threadIdx.x; q < s.num_ranks * C; q += kThreads) {
     bool ok = true;
     const uint32_t v = s.wait(s.counts(s.me, q / C, q % C) + d, EPCY_CUDA_COUNTS, q / C, &ok);
@@ -148,10 +163,11 @@ EPCY_DEVICE void gather_counts(const Step &s, int d, int *verdict, Counts *count
 // The same of an earlier dispatch, as share_evenly() deals the tokens out now. `n`: [R][C] of the destination.
 EPCY_DEVICE void read_counts(const Step &s, const int32_t *n, Counts *counts) {
   const int lane = threadIdx.x & 31;
+#pragma unroll 1
   for (int source = threadIdx.x >> 5; source < s.num_ranks; source += kWarps) {
-    const int64_t all = __reduce_add_sync(~0u, n[source * C + lane]), blocks = s.num_chunks(source, s.me);
-    const int64_t from = all * lane / blocks, to = all * (lane + 1) / blocks;
-    counts->n[source * C + lane] = lane < blocks ? (int)(to - from) : 0;
+    const int all = __reduce_add_sync(~0u, n[source * C + lane]), blocks = s.num_chunks(source, s.me);
+    const int from = part_of(all, lane, blocks), to = part_of(all, lane + 1, blocks);
+    counts->n[source * C + lane] = lane < blocks ? to - from : 0;
   }
   __syncthreads();
 }
@@ -159,9 +175,11 @@ EPCY_DEVICE void read_counts(const Step &s, const int32_t *n, Counts *counts) {
 EPCY_DEVICE void add_up(const Step &s, Counts *counts) {
   const int lane = threadIdx.x & 31;
   int run = 0;
+#pragma unroll 1
   for (int source = 0; source < s.num_ranks; source++) {
     const int n = counts->n[source * C + lane];
     int upto = n;
+#pragma unroll 1
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(~0u, upto, step);
       if (lane >= step) upto += other;
@@ -181,12 +199,13 @@ EPCY_DEVICE void share_evenly(const Step &s, const epcy_cuda_dispatch &a, const 
   const int c = threadIdx.x & 31, num_chunks = role.d == s.me ? a.routing.num_own_chunks : a.routing.num_peer_chunks;
   const int n = c < num_chunks ? a.routing.chunk_count[role.d * C + c] : 0, base = a.routing.chunk_base[role.d * C];
   int upto = n;
+#pragma unroll 1
   for (int step = 1; step < 32; step *= 2) {
     const int other = __shfl_up_sync(~0u, upto, step);
     if (c >= step) upto += other;
   }
-  const int64_t all = __shfl_sync(~0u, upto, 31);
-  const int from = (int)(all * role.j / role.g), to = (int)(all * (role.j + 1) / role.g), before = upto - n;
+  const int all = __shfl_sync(~0u, upto, 31), before = upto - n;
+  const int from = part_of(all, role.j, role.g), to = part_of(all, role.j + 1, role.g);
   const int skip = from > before ? from - before : 0, end = to < upto ? to - before : n;
   const unsigned used = __ballot_sync(~0u, skip < end);
   if (skip < end) {

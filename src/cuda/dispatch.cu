@@ -44,6 +44,7 @@ EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, int d, 
       ((float4 *)scales)[(int64_t)(base + i) * each + v] = ((const float4 *)a.scales)[(int64_t)list[i] * each + v];
     }
   } else if (a.num_scales) {
+#pragma unroll 1
     for (int q = me; q < n * a.num_scales; q += kOthers) {
       const int i = q / a.num_scales, v = q - i * a.num_scales;
       scales[(int64_t)(base + i) * a.num_scales + v] = ((const float *)a.scales)[(int64_t)list[i] * a.num_scales + v];
@@ -58,30 +59,37 @@ EPCY_DEVICE void others_together() { asm volatile("bar.sync 1, %0;" ::"n"(kOther
 template <typename Id>
 EPCY_DEVICE void keep_routing(const Step &s, const epcy_cuda_dispatch &a, const Role &role, const int32_t *list,
                               int base, int n, uint32_t limit, int *hist) {
-  const int K = (int)s.p.shape.num_topk, L = (int)epcy_num_local_experts(&s.p.shape), R = s.num_ranks;
+  const int K = (int)s.p.shape.num_topk, L = s.p.num_local, R = s.num_ranks;
   const int me = threadIdx.x - 32 * kMoverWarps, t0 = first_token(a, role.j, role.g),
             t1 = first_token(a, role.j + 1, role.g);
+#pragma unroll 1
   for (int e = me; e < L; e += kOthers) hist[e] = 0;
+#pragma unroll 1
   for (int t = t0 + me; t < t1; t += kOthers) a.routing.pos[(int64_t)t * R + role.d] = -1;
   others_together();
+#pragma unroll 1
   for (int i = me; i < n; i += kOthers)
     if ((uint32_t)(base + i) < limit) a.routing.pos[(int64_t)list[i] * R + role.d] = base + i;
+#pragma unroll 1
   for (int64_t q = (int64_t)t0 * K + me; q < (int64_t)t1 * K; q += kOthers) {
     const int64_t id = read_id<Id>(a, q), local = id - (int64_t)role.d * L;
     if (role.d == s.me) a.lane_ids_out[q] = id < -1 || id >= s.p.shape.num_experts ? -1 : id;
     if (id >= 0 && local >= 0 && local < L) atomicAdd(&hist[local], 1);
   }
   others_together();
+#pragma unroll 1
   for (int e = me; e < L; e += kOthers) store_word(s.experts(role.d, s.me, role.j) + e, s.word(hist[e]));
 }
 
 // The same warps of this rank's own blocks: sum everybody's lanes for each local expert; a warp an expert.
 EPCY_DEVICE void sum_experts(const Step &s, const epcy_cuda_dispatch &a, const Role &role) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - kMoverWarps, warps = kOthers / 32;
-  const int64_t L = epcy_num_local_experts(&s.p.shape);
+  const int64_t L = s.p.num_local;
   uint64_t *reported = (uint64_t *)(s.p.report + 1);
+#pragma unroll 1
   for (int64_t e = role.j * warps + warp; e < L; e += role.g * warps) {
     uint32_t sum = 0;
+#pragma unroll 1
     for (int source = 0; source < s.num_ranks; source++) {
       const int chunks = s.num_chunks(source, s.me);
       bool ok = true;
@@ -100,6 +108,7 @@ EPCY_DEVICE void fill_rows(const Step &s, const epcy_cuda_dispatch &a, const Rol
   const int K = (int)s.p.shape.num_topk, me = threadIdx.x - 32 * kMoverWarps;
   int64_t *idx = (int64_t *)(area + s.p.area.topk_idx);
   float *weights = (float *)(area + s.p.area.topk_weights);
+#pragma unroll 1
   for (int64_t i = rows * K + role.j * kOthers + me; i < (int64_t)a.fill_to * K; i += role.g * kOthers)
     idx[i] = -1, weights[i] = 0.0f;
 }
@@ -115,6 +124,8 @@ EPCY_DEVICE void tell_host(const Step &s, const epcy_cuda_dispatch &a, const Rol
     if (s.p.ticket) s.p.report->own_base = own, s.p.report->own_count = end - own, s.tell(&s.p.report->num_rows, rows);
     else if ((uint32_t)rows > limit) s.p.report->late_rows = rows, s.p.report->late_limit = limit;
   }
+  if (!s.p.ticket && verdict == EPCY_VERDICT_OVERFLOW)
+    s.p.report->late_rank = role.d, s.p.report->late_rows = counts.total, s.p.report->late_limit = limit;
   s.report(role.d, verdict);
 }
 
@@ -187,6 +198,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (role.j == 0 && me == 0) tell_host(s, a, role, counts, limit, verdict);
     if (!a.cached) {
       if (role.j == 0)
+#pragma unroll 1
         for (int c = me; c < C; c += kOthers)
           a.routing.chunk_count[role.d * C + c] = moves ? counts.n[s.me * C + c] : 0,
                                              a.routing.chunk_base[role.d * C + c] =
@@ -194,6 +206,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       keep_routing<Id>(s, a, role, share.list[0], share.base, share.total, moves ? limit : 0, hist);
       if (role.d == s.me && moves) sum_experts(s, a, role);
     }
+#pragma unroll 1
     for (int k = 0, base = share.base; moves && k < share.num_pieces; base += share.n[k++]) {
       const int room = (int)limit - base, n = share.n[k] < room ? share.n[k] : room > 0 ? room : 0;
       write_lanes<Id>(s, a, role.d, share.list[k], base, n, area);
@@ -207,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 } // namespace
 
 extern "C" int epcy_cuda_launch_dispatch(const epcy_cuda_dispatch *call, void *stream) {
-  const int64_t hist_bytes = epcy_num_local_experts(&call->peers.shape) * 4;
+  const int64_t hist_bytes = call->peers.num_local * 4;
   const MoverShape shape = mover_shape(call->row_bytes, hist_bytes);
   const int grid = call->num_peer_blocks * ((int)call->peers.shape.num_ranks - 1) + call->num_own_blocks;
   const size_t bytes = shape.bytes() + hist_bytes;

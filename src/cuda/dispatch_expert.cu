@@ -30,15 +30,19 @@ EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, int d, 
   }
   if (!a.num_scales) return;
   const int lane = me & 31;
+#pragma unroll 1
   for (int i = me >> 5; i < n; i += kOthers / 32) { // a warp a token
     const float *from = (const float *)a.scales + (int64_t)list[i] * a.num_scales;
     if (d != s.me) {
       const int row = a.routing.pos[(int64_t)list[i] * s.num_ranks + d];
+#pragma unroll 1
       for (int v = lane; row >= 0 && v < a.num_scales; v += 32) scales[(int64_t)row * a.num_scales + v] = from[v];
     } else {
+#pragma unroll 1
       for (int k = 0; k < K; k++) {
         const int64_t at = (int64_t)list[i] * K + k;
         const int row = local_id<Id>(s, a, at, d) < 0 ? -1 : a.routing.lane_row[at];
+#pragma unroll 1
         for (int v = lane; row >= 0 && v < a.num_scales; v += 32) scales[(int64_t)row * a.num_scales + v] = from[v];
       }
     }
@@ -49,21 +53,26 @@ EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, int d, 
 // on hold nothing.
 EPCY_DEVICE void fill_rows(const Step &s, const epcy_cuda_dispatch &a, int at, int all, char *area, int64_t num_rows,
                            int64_t tail) {
-  const int64_t L = epcy_num_local_experts(&s.p.shape);
+  const int64_t L = s.p.num_local;
   const int lane = at & 31, warp = at >> 5, warps = all >> 5;
   int64_t *idx = (int64_t *)(area + s.p.area.topk_idx);
   float *weights = (float *)(area + s.p.area.topk_weights), *scales = (float *)(area + s.p.area.scales);
+#pragma unroll 1
   for (int64_t e = 0, before = 0; num_rows && a.alignment > 1 && e < L; e++) {
     const int64_t from = __ldcg(a.routing.offsets + e) + __ldcg(a.routing.experts + e),
                   end = __ldcg(a.routing.offsets + e + 1), to = end < num_rows ? end : num_rows;
+#pragma unroll 1
     for (int64_t row = from + (warp + warps - before % warps) % warps; row < to; row += warps) {
       uint4 *payload = (uint4 *)(area + s.p.area.payload + row * a.row_bytes);
+#pragma unroll 1
       for (int64_t v = lane; v < a.row_bytes / 16; v += 32) payload[v] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
       for (int v = lane; v < a.num_scales; v += 32) scales[row * a.num_scales + v] = 0.0f;
       if (lane == 0) idx[row] = -1, weights[row] = 0.0f;
     }
     before += to > from ? to - from : 0;
   }
+#pragma unroll 1
   for (int64_t row = tail + at; row < a.fill_to; row += all) idx[row] = -1, weights[row] = 0.0f;
 }
 
@@ -79,6 +88,7 @@ struct Copier {
 
   EPCY_DEVICE Copier(const Step &s, const epcy_cuda_dispatch &a, const Counts &counts, int turn, int step)
       : s(s), a(a), counts(counts), fans(a.cached ? a.routing.fans : s.fans(s.me)), units(0), turn(turn), step(step) {
+#pragma unroll 1
     for (int q = 0; q < s.num_ranks; q++) units += q == s.me ? 0 : s.num_chunks(q, s.me) * kMoverWarps;
   }
   // A whole warp: how many tokens the warp-th mover warp of the chunk sends.
@@ -88,10 +98,12 @@ struct Copier {
   }
   // Find the unit of this turn; false when no unit has a batch of that number any more.
   EPCY_DEVICE bool take(int most_batches) {
+#pragma unroll 1
     for (; units; turn += step) {
       batch = turn / units;
       if (batch >= most_batches || !ok) return false;
       int unit = turn - batch * units;
+#pragma unroll 1
       for (source = 0;; source++) {
         const int here = source == s.me ? 0 : s.num_chunks(source, s.me) * kMoverWarps;
         if (unit < here) break;
@@ -127,6 +139,7 @@ struct Copier {
 // The most batches that any mover warp of another rank sends.
 EPCY_DEVICE int most_batches(const Step &s, const Counts &counts) {
   int most = 0;
+#pragma unroll 1
   for (int q = 0; q < s.num_ranks * C; q++)
     if (q / C != s.me && counts.n[q] > most) most = counts.n[q];
   return ((most + kMoverWarps - 1) / kMoverWarps + kTake - 1) / kTake;
@@ -138,6 +151,7 @@ EPCY_DEVICE void copy_scales(const Step &s, const epcy_cuda_dispatch &a, const C
                              char *area, int *verdict) {
   const int32_t *fans = a.cached ? a.routing.fans : s.fans(s.me);
   const int K = (int)s.p.shape.num_topk, R = s.num_ranks;
+#pragma unroll 1
   for (int q = threadIdx.x; q < R * C; q += kThreads) {
     const int source = q / C, c = q % C, blocks = source == s.me ? 0 : s.num_chunks(source, s.me);
     if (c >= blocks) continue;
@@ -150,12 +164,15 @@ EPCY_DEVICE void copy_scales(const Step &s, const epcy_cuda_dispatch &a, const C
             own_end = own + (s.me + 1 < R ? counts.base[(s.me + 1) * C] : counts.total) - own;
   float *scales = (float *)(area + s.p.area.scales);
   const int lane = at & 31;
+#pragma unroll 1
   for (int i = at >> 5; i < counts.total; i += all >> 5) {
     if (i >= own && i < own_end) continue;
     const int32_t *fan = fans + (int64_t)i * K;
     const int first = __ldcg(fan);
+#pragma unroll 1
     for (int v = lane; first >= 0 && v < a.num_scales; v += 32) {
       const float scale = __ldcg(scales + (int64_t)first * a.num_scales + v);
+#pragma unroll 1
       for (int k = 1; k < K; k++) {
         const int row = __ldcg(fan + k);
         if (row < 0) break;
@@ -207,9 +224,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (!a.cached && own && role.j == 0) {
     if (agreed) {
       place_experts(s, a, counts.total, table, &verdict);
+#pragma unroll 1
       for (int q = threadIdx.x; q < R * C; q += kThreads) a.routing.recv_count[q] = counts.n[q];
     } else {
-      for (int64_t e = threadIdx.x; e <= epcy_num_local_experts(&s.p.shape); e += kThreads) {
+#pragma unroll 1
+      for (int64_t e = threadIdx.x; e <= s.p.num_local; e += kThreads) {
         a.routing.offsets[e] = 0;
         if (e == 0) a.routing.num_recv[0] = a.routing.num_recv[1] = 0;
         else a.routing.experts[e - 1] = 0;
@@ -222,13 +241,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t rows =
         a.cached || !agreed ? 0 : s.wait(s.mark(s.me, role.d, EPCY_MARK_ROWS), EPCY_CUDA_STARTS, role.d, &ok);
     if (!ok) atomicMax(&verdict, (int)EPCY_VERDICT_BROKEN);
-    if (verdict == EPCY_VERDICT_OK && (theirs & EPCY_HEADER_WAITS) && rows > limit) verdict = EPCY_VERDICT_OVERFLOW;
+    if (verdict == EPCY_VERDICT_OK && (theirs & EPCY_HEADER_WAITS) && rows > limit) {
+      verdict = EPCY_VERDICT_OVERFLOW;
+      if (!s.p.ticket && role.j == 0)
+        s.p.report->late_rank = role.d, s.p.report->late_rows = rows, s.p.report->late_limit = limit;
+    }
   }
   __syncthreads();
   if (role.j == 0 && threadIdx.x == 32 * kMoverWarps) s.report(role.d, verdict);
   if (!a.cached && sends) {
     place_lanes<Id>(s, a, role, share, agreed ? counts.base[s.me * C + role.j] : 0, limit, table, &verdict);
     if (role.j == 0)
+#pragma unroll 1
       for (int c = threadIdx.x; c < C; c += kThreads)
         a.routing.chunk_count[role.d * C + c] = agreed ? counts.n[s.me * C + c] : 0,
                                            a.routing.chunk_base[role.d * C + c] =
@@ -275,6 +299,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) store_word_release(word, s.word(mover.stored / pieces));
     }
     if (moves && sends && own) // at home: to all its rows
+#pragma unroll 1
       for (int lane0 = 0; lane0 < K; lane0 += 32) {
         Walk tokens(share.total, warp, kMoverWarps, 1, 1, token_of);
         Walk fans(share.total, warp, kMoverWarps, 1, 1, [](int i) { return share.base + i; });
@@ -290,6 +315,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         });
       }
     if (copies)
+#pragma unroll 1
       for (int lane0 = 0; lane0 < K && K > 1; lane0 += 32) {
         Copier copy(s, a, counts, copier * kMoverWarps + warp, copiers * kMoverWarps);
         const int most = copy.units ? most_batches(s, counts) : 0;
@@ -299,6 +325,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
   } else {
     const int me = threadIdx.x - 32 * kMoverWarps;
+#pragma unroll 1
     for (int k = 0; moves && sends && k < share.num_pieces; k++)
       write_lanes<Id>(s, a, role.d, share.list[k], share.n[k], area);
     const int64_t rows = agreed && own ? __ldcg(a.routing.num_recv) : 0;
@@ -310,6 +337,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int64_t own_from = (int64_t)counts.base[s.me * C] * K,
                     own_to = (int64_t)(s.me + 1 < R ? counts.base[(s.me + 1) * C] : counts.total) * K;
       bool ok = true;
+#pragma unroll 1
       for (int q = me; q < R * C * kMoverWarps; q += kOthers) { // written before the rows: wait for the last of them
         const int source = q / (C * kMoverWarps), c = q / kMoverWarps % C, w = q % kMoverWarps;
         const int n = source == s.me ? 0 : counts.n[source * C + c] - w;
@@ -319,6 +347,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (!ok) atomicMax(&verdict, (int)EPCY_VERDICT_BROKEN);
       asm volatile("bar.sync 1, %0;" ::"n"(kOthers) : "memory");
       const int32_t *fans = s.fans(s.me);
+#pragma unroll 1
       for (int64_t i = copier * kOthers + me; i < (int64_t)counts.total * K; i += copiers * kOthers)
         if (i < own_from || i >= own_to) a.routing.fans[i] = __ldcg(fans + i);
     }
@@ -333,7 +362,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 } // namespace
 
 extern "C" int epcy_cuda_launch_dispatch_expert(const epcy_cuda_dispatch *call, void *stream) {
-  const int64_t num_local = epcy_num_local_experts(&call->peers.shape);
+  const int64_t num_local = call->peers.num_local;
   const int segments = num_local <= 1024 ? kWarps : 1;
   const int64_t table_bytes = segments * num_local * 4;
   const MoverShape shape = mover_shape(call->row_bytes, table_bytes + (int64_t)sizeof(FanRows));

@@ -72,6 +72,7 @@ struct Mover {
     ring = shared + (int64_t)warp * stages * stage_bytes;
 #ifdef EPCY_HAS_BULK
     if (lane == 0 && warp < kMoverWarps) {
+#pragma unroll 1
       for (int i = 0; i < stages; i++) barrier_init(full + i, 1);
       barrier_init_fence();
     }
@@ -86,6 +87,7 @@ struct Mover {
 #ifdef EPCY_HAS_BULK
     const char *from;
     uint32_t bytes;
+#pragma unroll 1
     while ((int)loaded < stages - 1 - kLag && source(&from, &bytes)) load(from, bytes);
 #endif
   }
@@ -93,6 +95,7 @@ struct Mover {
   EPCY_DEVICE void run(Source &&source, Target &&target, After &&after) {
     const char *from;
     uint32_t bytes;
+#pragma unroll 1
     while (source(&from, &bytes)) {
 #ifdef EPCY_HAS_BULK
       if ((int)loaded >= stages) { // the store of item loaded - stages is at least kLag + 1 back
@@ -104,8 +107,10 @@ struct Mover {
 #else
       loaded++;
       char *const to = target(&bytes);
+#pragma unroll 1
       for (unsigned who = __ballot_sync(~0u, to != nullptr); who; who &= who - 1) {
         char *dst = (char *)__shfl_sync(~0u, (unsigned long long)to, __ffs(who) - 1);
+#pragma unroll 1
         for (uint32_t at = lane * 16; at < bytes; at += 32 * 16)
           *(uint4 *)(dst + at) = __ldcg((const uint4 *)(from + at));
       }
@@ -113,6 +118,7 @@ struct Mover {
 #endif
     }
 #ifdef EPCY_HAS_BULK
+#pragma unroll 1
     while (stored < loaded) store<kOne>(target), after();
 #endif
   }

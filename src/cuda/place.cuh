@@ -10,10 +10,11 @@ template <typename Id>
 EPCY_DEVICE void order_lanes(const Step &s, const epcy_cuda_dispatch &a, const Role &role, int *table, int segments) {
   const int64_t K = s.p.shape.num_topk, begin = first_token(a, role.j, role.g) * K,
                 end = first_token(a, role.j + 1, role.g) * K;
-  const int L = (int)epcy_num_local_experts(&s.p.shape), lane = threadIdx.x & 31, warp = threadIdx.x >> 5, d = role.d;
+  const int L = s.p.num_local, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, d = role.d;
   const int64_t each = (end - begin + segments * 32 - 1) / (segments * 32) * 32;
   const int64_t from = begin + warp * each, most = from + each, to = warp >= segments ? from : most < end ? most : end;
   int *mine = table + warp * L;
+#pragma unroll 1
   for (int i = threadIdx.x; i < segments * L; i += kThreads) table[i] = 0;
   __syncthreads();
 #pragma unroll 4
@@ -22,8 +23,10 @@ EPCY_DEVICE void order_lanes(const Step &s, const epcy_cuda_dispatch &a, const R
     if (local >= 0) atomicAdd(mine + local, 1);
   }
   __syncthreads();
+#pragma unroll 1
   for (int e = threadIdx.x; e < L; e += kThreads) {
     int run = 0;
+#pragma unroll 1
     for (int w = 0; w < segments; w++) {
       const int n = table[w * L + e];
       table[w * L + e] = run;
@@ -33,6 +36,7 @@ EPCY_DEVICE void order_lanes(const Step &s, const epcy_cuda_dispatch &a, const R
   }
   __syncthreads();
   int ahead = from + lane < to ? local_id<Id>(s, a, from + lane, d) : -1;
+#pragma unroll 1
   for (int64_t first = from; first < to; first += 32) {
     const int64_t q = first + lane;
     const int local = ahead;
@@ -52,13 +56,15 @@ EPCY_DEVICE void order_lanes(const Step &s, const epcy_cuda_dispatch &a, const R
 // chunks begin in them. `count`: [L], shared.
 EPCY_DEVICE void place_experts(const Step &s, const epcy_cuda_dispatch &a, int num_tokens, int *count, int *verdict) {
   constexpr int kAtOnce = 8;
-  const int L = (int)epcy_num_local_experts(&s.p.shape), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int L = s.p.num_local, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   uint64_t *reported = (uint64_t *)(s.p.report + 1);
   // A thread an expert; f(source, chunk, lanes) for each chunk in order.
   auto each_chunk = [&](int e, auto f) {
+#pragma unroll 1
     for (int source = 0; source < s.num_ranks; source++) {
       const int chunks = s.num_chunks(source, s.me);
       const uint64_t *at = s.experts(s.me, source, 0) + e;
+#pragma unroll 1
       for (int c0 = 0; c0 < chunks; c0 += kAtOnce) {
         uint64_t v[kAtOnce];
 #pragma unroll
@@ -74,6 +80,7 @@ EPCY_DEVICE void place_experts(const Step &s, const epcy_cuda_dispatch &a, int n
       }
     }
   };
+#pragma unroll 1
   for (int e = threadIdx.x; e < L; e += kThreads) {
     uint32_t sum = 0;
     each_chunk(e, [&](int, int, uint32_t n) { sum += n; });
@@ -82,10 +89,12 @@ EPCY_DEVICE void place_experts(const Step &s, const epcy_cuda_dispatch &a, int n
   __syncthreads();
   if (warp == 0) {
     int64_t run = 0;
+#pragma unroll 1
     for (int first = 0; first < L; first += 32) {
       const int e = first + lane, mine = e < L ? count[e] : 0;
       const int64_t rows = epcy_padded(mine, a.alignment);
       int64_t upto = rows;
+#pragma unroll 1
       for (int step = 1; step < 32; step *= 2) {
         const int64_t other = __shfl_up_sync(~0u, upto, step);
         if (lane >= step) upto += other;
@@ -103,6 +112,7 @@ EPCY_DEVICE void place_experts(const Step &s, const epcy_cuda_dispatch &a, int n
     if (lane < s.num_ranks) store_word_release(s.mark(lane, s.me, EPCY_MARK_ROWS), s.word((uint32_t)run));
   }
   __syncthreads();
+#pragma unroll 1
   for (int e = threadIdx.x; e < L; e += kThreads) {
     uint32_t start = (uint32_t)count[e];
     each_chunk(e, [&](int source, int c, uint32_t n) {
@@ -118,11 +128,13 @@ EPCY_DEVICE void place_experts(const Step &s, const epcy_cuda_dispatch &a, int n
 template <typename Id>
 EPCY_DEVICE void place_lanes(const Step &s, const epcy_cuda_dispatch &a, const Role &role, const Share &share, int base,
                              uint32_t limit, int *start, int *verdict) {
-  const int K = (int)s.p.shape.num_topk, L = (int)epcy_num_local_experts(&s.p.shape), R = s.num_ranks, d = role.d;
+  const int K = (int)s.p.shape.num_topk, L = s.p.num_local, R = s.num_ranks, d = role.d;
   const int n = share.total, t0 = first_token(a, role.j, role.g), t1 = first_token(a, role.j + 1, role.g);
+#pragma unroll 1
   for (int t = t0 + threadIdx.x; t < t1; t += kThreads) a.routing.pos[(int64_t)t * R + d] = -1;
   __syncthreads();
   if (*verdict != EPCY_VERDICT_OK) limit = 0;
+#pragma unroll 1
   for (int e = threadIdx.x; limit && n && e < L; e += kThreads) {
     bool ok = true;
     start[e] = (int)s.wait(s.starts(s.me, role.j) + (int64_t)d * L + e, EPCY_CUDA_STARTS, d, &ok);
@@ -131,10 +143,12 @@ EPCY_DEVICE void place_lanes(const Step &s, const epcy_cuda_dispatch &a, const R
   __syncthreads();
   if (*verdict != EPCY_VERDICT_OK) limit = 0;
   int32_t *fans = d == s.me ? a.routing.fans : s.fans(d);
+#pragma unroll 1
   for (int i = threadIdx.x; i < n; i += kThreads) {
     const int t = share.list[0][i];
     int32_t *fan = fans + (int64_t)(base + i) * K;
     int num = 0, first = -1;
+#pragma unroll 1
     for (int k = 0; k < K; k++) {
       const int64_t at = (int64_t)t * K + k;
       const int local = local_id<Id>(s, a, at, d);
@@ -146,10 +160,12 @@ EPCY_DEVICE void place_lanes(const Step &s, const epcy_cuda_dispatch &a, const R
       if (num == 0) first = (int)row;
       fan[num++] = (int)row;
     }
+#pragma unroll 1
     for (; limit && num < K; num++) fan[num] = -1;
     a.routing.pos[(int64_t)t * R + d] = first;
   }
   // Lanes that go nowhere belong to no destination: the rank's own blocks see to them.
+#pragma unroll 1
   for (int64_t q = (int64_t)t0 * K + threadIdx.x; d == s.me && q < (int64_t)t1 * K; q += kThreads) {
     const int64_t id = read_id<Id>(a, q);
     const bool bad = id < 0 || id >= s.p.shape.num_experts;

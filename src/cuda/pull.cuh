@@ -26,6 +26,7 @@ EPCY_DEVICE unsigned holders(const Step &s, const epcy_cuda_combine &a, int toke
 #endif
 
 template <int Dtype> EPCY_DEVICE void add_bias(const epcy_cuda_combine &a, int token, int64_t at, float *acc) {
+#pragma unroll 1
   for (int b = 0; b < 2; b++)
     if (a.bias[b]) Vector<Dtype>::add(acc, *(const uint4 *)(a.bias[b] + (int64_t)token * a.row_bytes + at));
 }
@@ -94,8 +95,10 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
       if (item >= kStages) barrier_wait(p.empty + st, (item / kStages - 1) & 1);
       return st;
     };
+#pragma unroll 1
     for (int token = begin; token < a.num_tokens; token += step, row = next_row) {
       const unsigned next = holders(s, a, token + step, &next_row); // its latency hides behind this token
+#pragma unroll 1
       for (int64_t at = 0, piece = 0; at < a.row_bytes; at += kStageBytes, piece++) {
         const uint32_t bytes = (uint32_t)(a.row_bytes - at < kStageBytes ? a.row_bytes - at : kStageBytes);
         unsigned left = who;
@@ -127,6 +130,7 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
   } else {
     const int me = tid - 32;
     Sum<Dtype> sum;
+#pragma unroll 1
     for (uint32_t item = 0;; item++) {
       const int st = item % kStages;
       barrier_wait(p.full + st, (item / kStages) & 1);
@@ -143,11 +147,14 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
   }
 #else
   if (tid >= kAdders) return; // the plain path: every adder loads for itself
+#pragma unroll 1
   for (int token = begin; token < a.num_tokens; token += step)
+#pragma unroll 1
     for (int64_t at = 0; at < a.row_bytes; at += kStageBytes) {
       const int64_t bytes = a.row_bytes - at < kStageBytes ? a.row_bytes - at : kStageBytes;
       Sum<Dtype> sum;
       sum.begin(a, token, at, bytes, tid);
+#pragma unroll 1
       for (int r = 0; r < s.num_ranks; r++) {
         const int row = a.pos[(int64_t)token * s.num_ranks + r];
         if (row >= 0) sum.add(y.at[r] + row * y.stride[r] + at, bytes, tid);
@@ -170,6 +177,7 @@ template <int Dtype, typename Before> EPCY_DEVICE void combine(const epcy_cuda_c
   if (threadIdx.x == 0) {
     verdict = EPCY_VERDICT_OK;
 #ifdef EPCY_HAS_BULK
+#pragma unroll 1
     for (int i = 0; i < kPipelines * kStages; i++) {
       barrier_init(pipelines[i / kStages].full + i % kStages, 1);
       barrier_init(pipelines[i / kStages].empty + i % kStages, kAdders / 32);

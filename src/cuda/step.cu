@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
       __syncwarp();
       for (int b = r; b < EPCY_MAX_BLOCKS; b += 32) local->epoch[b] = most + 2;
       if (r == 0) local->blocks_met = 0, local->broken = 0;
+      if (r < R) ((uint32_t *)(p.base[p.rank] + p.control.left))[r] = 0; // all have come
       if (wire.bytes) reset_low_latency(p, wire, most + 2);
       __threadfence_system();
       __syncwarp();

@@ -28,7 +28,7 @@ struct Step {
            (((int64_t)set() * num_ranks + from) * EPCY_MAX_CHUNKS + chunk) * num_ranks;
   }
   EPCY_DEVICE uint64_t *experts(int on, int from, int chunk) const { // [L]
-    const int64_t L = epcy_num_local_experts(&p.shape);
+    const int64_t L = p.num_local;
     return (uint64_t *)(p.base[on] + p.control.experts) +
            (((int64_t)set() * num_ranks + from) * EPCY_MAX_CHUNKS + chunk) * L;
   }
@@ -50,6 +50,7 @@ struct Step {
   EPCY_DEVICE uint64_t *mark(int on, int from, int which) const {
     return (uint64_t *)(p.base[on] + p.control.marks) + ((int64_t)set() * num_ranks + from) * EPCY_NUM_MARKS + which;
   }
+  EPCY_DEVICE uint32_t *left(int on, int from) const { return (uint32_t *)(p.base[on] + p.control.left) + from; }
   EPCY_DEVICE char *text(int on, int from) const {
     return p.base[on] + p.control.text + ((int64_t)set() * num_ranks + from) * EPCY_CUDA_TEXT_BYTES;
   }
@@ -63,23 +64,35 @@ struct Step {
   // The same, until its value is `least` or more.
   EPCY_DEVICE uint32_t wait_for(const uint64_t *at, uint32_t least, int phase, int peer, bool *ok) const {
     uint64_t v = load_word_acquire(at), start = 0;
-    for (int turn = 1; (uint32_t)(v >> 32) != epoch || (uint32_t)v < least; turn++) {
-      if ((turn & 255) == 0) {
-        const uint64_t now = global_time_ns();
-        if (!start) start = now;
-        if (broken()) return *ok = false, 0;
-        if (now - start > (uint64_t)p.timeout_ns) {
-          expire(phase, peer, v);
-          return *ok = false, 0;
-        }
-      }
+#pragma unroll 1
+    for (int turn = 1; !has_come(v, least); turn++) {
+      if ((turn & 255) == 0 && !(start = patience(at, least, phase, peer, start))) return *ok = false, 0;
       v = load_word_acquire(at);
     }
     return (uint32_t)v;
   }
-  EPCY_DEVICE void expire(int phase, int peer, uint64_t seen) const {
+  EPCY_DEVICE bool has_come(uint64_t v, uint32_t least) const {
+    return (uint32_t)(v >> 32) == epoch && (uint32_t)v >= least;
+  }
+  // What a wait does now and then: when it began, or 0 if it is over without its word. A peer that has left is not waited
+  // for, but what it did before counts.
+  __device__ __noinline__ uint64_t patience(const uint64_t *at, uint32_t least, int phase, int peer,
+                                            uint64_t start) const {
+    const uint64_t now = global_time_ns();
+    if (!start) start = now;
+    if (broken()) return 0;
+    const bool gone = load_local(left(me, peer)) != 0;
+    const uint64_t v = load_word_acquire(at);
+    if (has_come(v, least) || (!gone && now - start <= (uint64_t)p.timeout_ns)) return start;
+    expire(phase, peer, v, gone);
+    return 0;
+  }
+  // The first wait that does not end: this Buffer is broken, and whoever waits for this rank need wait no longer.
+  __device__ __noinline__ void expire(int phase, int peer, uint64_t seen, bool gone) const {
     if (atomicCAS(&local()->broken, 0u, 1u) != 0) return;
+    for (int q = 0; q < num_ranks; q++) *(volatile uint32_t *)left(q, me) = 1;
     epcy_report *r = p.report;
+    r->gone = gone;
     r->phase = phase, r->peer = peer, r->epoch = epoch, r->expected = word(0), r->seen = seen;
     r->operation = p.operation;
     __threadfence_system();
@@ -128,7 +141,7 @@ struct Step {
   }
 
   // One thread: tell the host how the part of this call that concerns destination `rank` came out.
-  EPCY_DEVICE void report(int rank, int verdict) const {
+  __device__ __noinline__ void report(int rank, int verdict) const {
     epcy_report *r = p.report;
     __threadfence_system();
     if (p.ticket) return tell(&r->verdict[rank], verdict);
@@ -184,9 +197,11 @@ struct Step {
       store_word_release(done(threadIdx.x, me) + blockIdx.x, word(0));
       const int blocks = agreed ? EPCY_GRID_BLOCKS(header_value(threadIdx.x, 3)) : 0;
       bool ok = true;
+#pragma unroll 1
       for (int b = blockIdx.x; b < blocks && ok; b += gridDim.x)
         wait(done(me, threadIdx.x) + b, EPCY_CUDA_COMPLETION, threadIdx.x, &ok);
     }
+#pragma unroll 1
     for (int b = blockIdx.x + threadIdx.x * gridDim.x; b < EPCY_MAX_BLOCKS; b += gridDim.x * blockDim.x)
       local()->epoch[b] = epoch;
   }
