@@ -32,7 +32,12 @@ cdef class Area:
 
 
 cdef class Dispatch:
-    cdef object _recv_x, _recv_topk_idx, _recv_topk_weights
+    cdef object _recv_x, _recv_topk_idx, _recv_topk_weights     # the user's own; or views, made when they are asked for
+    cdef dict _views                        # of the whole area
+    cdef str _layout
+    cdef int _kind
+    cdef int64_t _num_rows
+    cdef bint _has_scales, _has_weights
     cdef readonly object num_recv_tokens_per_expert, handle, event
     cdef Area _area                         # None: the user's own arrays
     cdef uint64_t _generation

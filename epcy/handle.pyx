@@ -129,21 +129,28 @@ cdef class Dispatch:
     @property
     def recv_x(self):
         self._live()
+        if self._recv_x is None:
+            self._recv_x = self._views[self._kind][:self._num_rows]
+            if self._has_scales:
+                self._recv_x = self._recv_x, self._views["scales"][:self._num_rows]
         return self._recv_x
 
     @property
     def recv_topk_idx(self):
         self._live()
+        if self._recv_topk_idx is None:
+            self._recv_topk_idx = self._views["idx", self._layout][:self._num_rows]
         return self._recv_topk_idx
 
     @property
     def recv_topk_weights(self):
         self._live()
+        if self._recv_topk_weights is None and self._has_weights:
+            self._recv_topk_weights = self._views["weights", self._layout][:self._num_rows]
         return self._recv_topk_weights
 
     def __iter__(self):
-        self._live()
-        return iter((self._recv_x, self._recv_topk_idx, self._recv_topk_weights, self.num_recv_tokens_per_expert,
+        return iter((self.recv_x, self.recv_topk_idx, self.recv_topk_weights, self.num_recv_tokens_per_expert,
                      self.handle, self.event))
 
     def __len__(self):

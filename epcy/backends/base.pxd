@@ -34,6 +34,7 @@ cdef class Backend:
     cdef int open_areas(self, owner) except -1
     cdef int close_areas(self) except -1
     cdef int take_area(self) except -1
+    cdef bint lies_in(self, Array array, char *begin) noexcept
     cdef Array kept(self, Array array)
     cdef int keep_inputs(self, DispatchCall call) except -1
     cdef int check_out(self, Array out) except -1

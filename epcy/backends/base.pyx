@@ -85,10 +85,13 @@ cdef class Backend:
             out["weights", layout] = self.view(offset + a.topk_weights, shape, np.dtype(np.float32), owner)
         return out
 
+    cdef bint lies_in(self, Array array, char *begin) noexcept:
+        """Whether an array, or None, shares memory with the area that begins there."""
+        return array is not None and overlap(array, begin, self.area.bytes)
+
     cdef Array kept(self, Array array):
         """The array, or a copy of it where the next dispatch writes over it."""
-        cdef char *begin = self.start + self.heap_layout.receive[self.next_area]
-        return copied(array) if array is not None and overlap(array, begin, self.area.bytes) else array
+        return copied(array) if self.lies_in(array, self.start + self.heap_layout.receive[self.next_area]) else array
 
     cdef int keep_inputs(self, DispatchCall call) except -1:
         """Save what lies in the receive area that this dispatch gives away: the result before the last, say."""
@@ -108,18 +111,13 @@ cdef class Backend:
     # ---- dispatch -------------------------------------------------------------------------------------------
 
     cdef Dispatch result(self, DispatchCall call, Handle handle, int area, list counts, event):
-        """Slice the area's views into what dispatch returns."""
+        """What dispatch returns: views of the area."""
         cdef Dispatch r = Dispatch.__new__(Dispatch)
-        cdef dict views = self.receive_views[area]
         cdef int64_t n = handle.num_rows
         r._area = self.areas[area]
         r._generation = r._area.generation
-        r._recv_x = views[call.x.kind][:n]
-        if call.scales is not None:
-            r._recv_x = r._recv_x, views["scales"][:n]
-        r._recv_topk_idx = views["idx", handle.layout][:n]
-        if call.topk_weights is not None:
-            r._recv_topk_weights = views["weights", handle.layout][:n]
+        r._views, r._layout, r._num_rows, r._kind = self.receive_views[area], handle.layout, n, call.x.kind
+        r._has_scales, r._has_weights = call.scales is not None, call.topk_weights is not None
         r.num_recv_tokens_per_expert, r.handle, r.event = counts, handle, event
         if call.out is not None:
             self.own(r, call.out, n)
@@ -127,7 +125,8 @@ cdef class Backend:
 
     def own(self, Dispatch r, out, n):
         """Turn a result's views into the user's own arrays."""
-        views = r._recv_x if isinstance(r._recv_x, tuple) else (r._recv_x,)
+        received, idx, weights = r.recv_x, r.recv_topk_idx, r.recv_topk_weights
+        views = received if isinstance(received, tuple) else (received,)
         if out is True:
             arrays = [view.copy() for view in views]
         else:
@@ -140,9 +139,9 @@ cdef class Backend:
                 bits = f"u{view.dtype.itemsize}"    # not as numbers: a NaN keeps its payload; e4m3 also goes into float8
                 arrays[i].view(bits)[...] = view.view(bits)
         r._recv_x = tuple(arrays) if len(arrays) > 1 else arrays[0]
-        r._recv_topk_idx = r._recv_topk_idx.copy()
-        if r._recv_topk_weights is not None:
-            r._recv_topk_weights = r._recv_topk_weights.copy()
+        r._recv_topk_idx = idx.copy()
+        if weights is not None:
+            r._recv_topk_weights = weights.copy()
         r._area = None
 
     # ---- combine --------------------------------------------------------------------------------------------

@@ -259,6 +259,10 @@ cdef class NvshmemBackend(Backend):
 
     cdef int keep_inputs(self, DispatchCall call) except -1:
         """As ever, but on the call's stream: copies come after what wrote the inputs there."""
+        cdef char *begin = self.start + self.heap_layout.receive[self.next_area]
+        if not (self.lies_in(call.x, begin) or self.lies_in(call.scales, begin)
+                or self.lies_in(call.topk_weights, begin)):
+            return 0
         if call.stream == <uintptr_t>self.xp.cuda.get_current_stream().ptr:
             return Backend.keep_inputs(self, call)
         with self.xp.cuda.Stream.from_external(Foreign(call.stream)):
