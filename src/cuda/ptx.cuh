@@ -22,6 +22,7 @@ EPCY_DEVICE void store_word(uint64_t *p, uint64_t v) {
 EPCY_DEVICE void store_word_release(uint64_t *p, uint64_t v) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+EPCY_DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 EPCY_DEVICE uint64_t global_time_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));

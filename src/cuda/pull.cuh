@@ -185,6 +185,9 @@ template <int Dtype, typename Before> EPCY_DEVICE void combine(const epcy_cuda_c
     barrier_init_fence();
 #endif
   }
+  // What the loaders read first is far: start it while the headers are on their way.
+  const int first = blockIdx.x * kPipelines + threadIdx.x / (32 + kAdders);
+  if (threadIdx.x % (32 + kAdders) == 0 && first < a.num_tokens) prefetch(a.pos + (int64_t)first * s.num_ranks);
   __syncthreads();
   s.gather(a.header, &verdict);
   if ((int)threadIdx.x < s.num_ranks) {
