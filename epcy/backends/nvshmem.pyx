@@ -121,10 +121,13 @@ cdef class CudaHandle(Handle):
             rows = int(self.num_recv[0])
             if rows > self.num_worst_tokens:
                 raise verdicts.dropped(self.epoch, self.rank, rows, self.num_worst_tokens)
-        if self.error is None and self.backend is not None:
-            self.error = self.backend.deferred = self.backend.late_error()
         if self.error is not None:
             raise self.error
+        if self.backend is not None:        # which cannot tell of which call: check() of the Buffer shall know too
+            error = self.backend.late_error()
+            if error is not None:
+                self.backend.deferred = error
+                raise error
 
     def __repr__(self):
         return f"<epcy.Handle: {self.layout} layout, {self.num_tokens} tokens sent, on a GPU>"
@@ -612,6 +615,9 @@ cdef class NvshmemBackend(Backend):
         cdef int64_t R = self.num_ranks, C = EPCY_MAX_CHUNKS
         verdict = max(outcomes)
         if verdict == EPCY_VERDICT_BROKEN:
+            limit = time.monotonic() + 0.2      # one block tells that it gave up, another one why
+            while not self.mapped.report.expired and time.monotonic() < limit:
+                time.sleep(1e-4)
             raise self.late_error() or StateError(f"{op}: an earlier call on this Buffer did not end (rank "
                                                   f"{self.rank}); call reset() on all ranks first")
         self.settle(op)
@@ -761,9 +767,9 @@ cdef class NvshmemBackend(Backend):
                 if together:
                     self.barrier(OP_FREE)
                     agreed = True
-                else:
-                    self.leave()
             finally:
+                if not agreed:
+                    self.leave()
                 self.close_areas()
                 self.alive, self.captured = [], []
             if agreed and not MPI.Is_finalized():

@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (role.d == s.me && agreed)
       fill_rows(s, a, role, area, !moves ? 0 : a.cached ? *a.routing.num_recv : counts.total);
   }
-  s.finish(agreed);
+  s.finish(&verdict);
 }
 
 } // namespace

@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     copy_scales(s, a, counts, copier * kThreads + threadIdx.x, copiers * kThreads, area, &verdict);
   }
-  s.finish(seen);
+  s.finish(&verdict);
 }
 
 } // namespace

@@ -195,12 +195,11 @@ template <int Dtype, typename Before> EPCY_DEVICE void combine(const epcy_cuda_c
     y.at[threadIdx.x] = apart ? a.own_rows : a.peers.base[threadIdx.x] + (int64_t)s.header_value(threadIdx.x, 1) * 128;
     y.stride[threadIdx.x] = apart ? a.own_stride_bytes : a.row_bytes;
   }
-  const bool seen = verdict != EPCY_VERDICT_BROKEN;
   __syncthreads();
   if (blockIdx.x == 0 && threadIdx.x == kThreads - 1) s.report(s.me, verdict); // no loader waits for the host
   if (verdict == EPCY_VERDICT_OK) before(s, &verdict);
   if (verdict == EPCY_VERDICT_OK) pull<Dtype>(s, a, rings, pipelines, y);
-  s.finish(seen);
+  s.finish(&verdict);
 }
 
 template <typename Kernel>

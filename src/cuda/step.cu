@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(256, 1)
   __syncthreads();
   s.announce(header, 0, 0, EPCY_GRID(1, 0, 0));
   s.gather(header, &verdict);
-  s.finish(verdict != EPCY_VERDICT_BROKEN);
+  s.finish(&verdict);
   if (threadIdx.x == 0 && (s.p.ticket || !(header & EPCY_HEADER_REFUSED))) s.report(s.me, verdict);
 }
 

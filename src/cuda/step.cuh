@@ -189,13 +189,14 @@ struct Step {
 
   // All threads of every block, at the end: tell all ranks that this block has done everything to them, see that their
   // blocks have (each block looks at those of its own number), and take the epoch's step. Bulk stores must be complete
-  // and fenced in their issuing threads. `agreed`: every rank's header has been seen.
-  EPCY_DEVICE void finish(bool agreed) const {
+  // and fenced in their issuing threads. A block whose wait did not end has not done its part, and does not say so: a
+  // rank that comes too late learns from its own wait that this one has left.
+  EPCY_DEVICE void finish(const int *verdict) const {
     __syncthreads();
-    if ((int)threadIdx.x < num_ranks && (int)threadIdx.x != me) {
+    if ((int)threadIdx.x < num_ranks && (int)threadIdx.x != me && *verdict != EPCY_VERDICT_BROKEN) {
       __threadfence_system();
       store_word_release(done(threadIdx.x, me) + blockIdx.x, word(0));
-      const int blocks = agreed ? EPCY_GRID_BLOCKS(header_value(threadIdx.x, 3)) : 0;
+      const int blocks = EPCY_GRID_BLOCKS(header_value(threadIdx.x, 3));
       bool ok = true;
 #pragma unroll 1
       for (int b = blockIdx.x; b < blocks && ok; b += gridDim.x)

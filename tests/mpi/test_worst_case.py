@@ -166,7 +166,8 @@ def test_refusal_leaves_a_handle_as_it_was(comm, make_buffer, layout):
         assert isinstance(raised(lambda: buf.dispatch(x[:, :8], handle=handle)), epcy.ArgumentError)
     else:
         nothing = buf.dispatch(x, handle=handle)
-        assert nothing.handle is not handle and int(nothing.handle.num_recv_tokens) == 0
+        if buf.backend == "host":  # on a GPU the host does not know yet that nothing came
+            assert nothing.handle is not handle and int(nothing.handle.num_recv_tokens) == 0
         assert (nothing.recv_topk_idx == -1).all() and len(nothing.recv_x) == limit
         assert isinstance(raised(nothing.handle.check), epcy.PeerError)
         assert isinstance(raised(buf.check), epcy.PeerError)
