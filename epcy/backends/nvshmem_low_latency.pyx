@@ -58,7 +58,7 @@ cdef class Blocks:
 @cython.no_gc_clear
 cdef class Block:
     def __dealloc__(self):
-        if self.home is not None:
+        if self.home is not None and self.home.free is not None:       # None: the collector has come to it first
             self.home.free.append(self.at)
 
 
