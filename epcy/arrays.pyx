@@ -175,29 +175,47 @@ cdef Array describe(object obj, str name):
     return array
 
 
+cdef object cupy_ndarray = None
+
+
 cdef Array describe_cuda(object obj, str name, int device):
     """Look at an array on a GPU: no copy, at most three dimensions."""
-    import cupy
-
-    cdef object a = obj if isinstance(obj, cupy.ndarray) else as_cupy(obj, name, cupy)
+    global cupy_ndarray
+    cdef object a = obj
     cdef Array array = Array.__new__(Array)
-    cdef object shape = a.shape, strides = a.strides
+    cdef object memory
+    cdef tuple shape, strides
+    cdef int64_t expected
     cdef int i
+    if type(a) is not cupy_ndarray:
+        import cupy
+        cupy_ndarray = cupy.ndarray
+        if not isinstance(a, cupy_ndarray):
+            a = as_cupy(obj, name, cupy)
+    shape, strides, memory = a.shape, a.strides, a.data
     array.ndim = len(shape)
     if array.ndim > 3:
         raise ArgumentError(f"{name}: expected at most 3 dimensions, got shape {shape}")
-    if a.device.id != device and a.size:
-        raise ArgumentError(f"{name}: expected an array on GPU {device}, the Buffer's, got one on GPU {a.device.id}; "
-                            f"copy it, or construct the Buffer with device={a.device.id} on this rank")
+    if memory.device_id != device and a.size:
+        raise ArgumentError(f"{name}: expected an array on GPU {device}, the Buffer's, got one on GPU "
+                            f"{memory.device_id}; copy it, or construct the Buffer with device={memory.device_id} on this "
+                            "rank")
     array.owner, array.device = a, device
-    array.data = <char *><uintptr_t>a.data.ptr
+    array.data = <char *><uintptr_t>memory.ptr
     array.shape[0] = array.shape[1] = array.shape[2] = 1
+    array.kind = _kinds.get(a.dtype, KIND_OTHER)
     for i in range(array.ndim):
         array.shape[i] = shape[i]
         array.strides[i] = strides[i]
-    array.kind = _kinds.get(a.dtype, KIND_OTHER)
-    array.is_contiguous = a.flags.c_contiguous
-    array.is_writable = True
+    array.is_contiguous, array.is_writable = True, True
+    expected = a.dtype.itemsize if array.kind == KIND_OTHER else array.item_bytes()
+    for i in range(array.ndim - 1, -1, -1):     # an axis of one element may have any stride; without elements, all
+        if array.shape[i] == 0:
+            array.is_contiguous = True
+            break
+        if array.shape[i] != 1 and array.strides[i] != expected:
+            array.is_contiguous = False
+        expected *= array.shape[i]
     # The kernels load 16 bytes at a time.
     if <uintptr_t>array.data % 16 or array.ndim == 2 and not array.is_contiguous and array.strides[0] % 16:
         return describe_cuda(copy_of(a, device), name, device)

@@ -166,10 +166,6 @@ cdef class Checker:
         if out is not None:
             self.dispatch_out(out, call)
             call.out = out
-        if call.num_worst_tokens == 0:
-            error = self.backend.take_deferred()
-            if error is not None:
-                raise error
         return call
 
     cdef int dispatch_out(self, out, DispatchCall call) except -1:
