@@ -188,14 +188,16 @@ cdef class NvshmemBackend(Backend):
         need as many as a peer's. In the expert layout a rank also copies rows, or sums them, in its own memory."""
         others = self.num_ranks - 1
         each = -(-8 // max(1, others))
+        most = self.xp.cuda.Device(self.device).attributes["MultiProcessorCount"]   # all blocks run at once
         if num_sms:
+            num_sms = min(num_sms, most)
             each = max(1, min(each, num_sms // self.num_ranks))
         self.dispatch_peer_blocks = self.dispatch_own_blocks = each
-        rest = (num_sms or 104) - each * others
+        rest = (num_sms or min(104, most)) - each * others
         self.expert_own_blocks = max(1, min(EPCY_MAX_CHUNKS, rest // 3))
         self.expert_copy_blocks = max(0, rest - self.expert_own_blocks)
-        self.combine_blocks = num_sms or 24
-        self.combine_expert_blocks = num_sms or 128
+        self.combine_blocks = num_sms or min(24, most)
+        self.combine_expert_blocks = num_sms or min(128, most)
 
     def num_blocks(self, str op, str layout):
         """How many blocks, each with a multiprocessor of its own, a "dispatch" or "combine" takes."""
