@@ -16,14 +16,15 @@ Two calls of each kind are unreceived at a time, as many as a Buffer allows. Bot
 bits, which is checked. What is hidden is measured: (in sequence - overlapped) / communication, the latter being the
 time of the calls of a sequence without any product between them.
 
-On nvshmem times are those of CUDA events on one stream, in float16; a kernel that waits goes first, so that the host has
-launched everything before the clock starts, as in a CUDA graph. On the host backend the same program runs in float32. A
-send there writes the rows, a hook copies or sums them: both are work of this rank, and what can be hidden is the waiting
-for ranks that come later, as far as the ranks really run at once.
+On nvshmem times are those of CUDA events on one stream, in float16; a kernel that waits goes first, so that the host
+has launched everything before the clock starts, as in a CUDA graph. On the host backend the same program runs in
+float32. A send there writes the rows, a hook copies or sums them: both are work of this rank, and what can be hidden is
+the waiting for ranks that come later, as far as the ranks really run at once.
 """
 
 import argparse
 import time
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -237,8 +238,8 @@ def main(argv=None):
             print(text, flush=True)
 
     say(
-        f"{args.backend} backend, {COMM.size} ranks, {args.layers} layers, two micro-batches of {args.tokens} tokens a "
-        f"rank of {args.hidden} {args.dtype}, top {args.topk} of {args.experts * COMM.size} experts of width {args.inner}"
+        f"{args.backend} backend, {COMM.size} ranks, {args.layers} layers, two micro-batches of {args.tokens} tokens "
+        f"a rank of {args.hidden} {args.dtype}, top {args.topk} of {args.experts * COMM.size} experts {args.inner} wide"
     )
     with epcy.Buffer(
         COMM,
@@ -269,10 +270,7 @@ def main(argv=None):
         say(f"{alone:13.0f}{sequence:13.0f}{overlapped:12.0f}{share:6.0f} %")
         if args.trace is not None:
             steps = {"in sequence": decoder.in_sequence, "overlapped": decoder.overlapped}
-            taken = {
-                title: decoder.timeline.take(lambda step=step: clock.run(step))
-                for title, step in steps.items()
-            }
+            taken = {title: decoder.timeline.take(partial(clock.run, step)) for title, step in steps.items()}
             write_trace(args.trace, COMM, taken)
         buf.check()
         del decoder, clock
@@ -280,7 +278,8 @@ def main(argv=None):
     if args.backend == "host":
         say(
             "on the host backend a rank moves rows itself, within its calls: only its waiting for other ranks can be "
-            "hidden, as far as the ranks really run at once"
+            "hidden, as far as the ranks really run at once; in sequence it also waits for what others multiply, so "
+            "that more than 100 % may be hidden"
         )
     else:
         say("hidden: (in sequence - overlapped) / communication, of the communication's own time")

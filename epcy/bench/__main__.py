@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import epcy
 from epcy import backends
-from epcy.bench import arguments, cases, checking, environment, measure, table
+from epcy.bench import arguments, cases, checking, environment, first_call, measure, table
 from epcy.bench.arguments import Arguments
 from epcy.bench.workload import BUFFER_DTYPES, Shape, draw_inputs
 
@@ -92,8 +92,8 @@ def refuse_what_is_missing(given: Arguments, backend: str) -> None:
     """Raise NotSupportedError for what this build or this backend does not have."""
     if given.mode == "ll" and not LOW_LATENCY:
         raise epcy.NotSupportedError("--mode ll: low-latency calls are not there yet; leave --mode out (ht)")
-    if backend == "host" and (given.graph or given.suite):
-        option = "--graph" if given.graph else "--suite"
+    if backend == "host" and (given.graph or given.suite == "figures"):
+        option = "--graph" if given.graph else "--suite figures"
         raise epcy.NotSupportedError(
             f"{option}: CUDA graphs need the nvshmem backend, and this run is on host; leave {option} out"
         )
@@ -115,7 +115,7 @@ def run(comm: MPI.Intracomm, given: Arguments, backend: str, argv: Sequence[str]
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    if backend == "nvshmem" or given.mode == "ll":
+    if backend == "nvshmem" or given.mode == "ll" or given.suite is not None:
         from epcy.bench import device_run, suites
 
         lines = suites.expand(given, comm.size)
@@ -139,8 +139,11 @@ def run_on_host(
     rows = []
     for case in given.cases:
         for num_tokens in given.sizes:
-            rows.append(measure_line(comm, given, case, num_tokens, memcpy_gbps))
-            say(table.line(rows[-1]))
+            if case == "first-call":
+                rows.append(first_call.measure(comm, given, "host", num_tokens))
+            else:
+                rows.append(measure_line(comm, given, case, num_tokens, memcpy_gbps))
+            say(table.line(rows[-1]) + table.notes(rows[-1]))
     if comm.rank == 0:
         if given.json is not None:
             with open(given.json, "w", encoding="utf-8") as file:
