@@ -53,8 +53,9 @@ cdef inline epcy_shape shape_of(dict sizes):
     return s
 
 
-cdef inline dict region_bytes(epcy_heap heap, int64_t wire_bytes):
-    """Bytes of each region by name; `wire_bytes` of the control region are what low-latency rows travel through."""
-    return {"control": heap.receive[0] - wire_bytes, "receive": heap.combine[0] - heap.receive[0],
+cdef inline dict region_bytes(epcy_heap heap, int64_t control_bytes):
+    """Bytes of each region by name; behind the control region proper lies what low-latency rows travel through."""
+    cdef int64_t control = epcy_round_up(control_bytes, EPCY_PAGE_BYTES)
+    return {"control": control, "receive": heap.combine[0] - heap.receive[0],
             "combine": heap.low_latency_x[0] - heap.combine[0],
-            "low_latency": heap.bytes - heap.low_latency_x[0] + wire_bytes, "total": heap.bytes}
+            "low_latency": heap.bytes - heap.low_latency_x[0] + heap.receive[0] - control, "total": heap.bytes}

@@ -10,4 +10,4 @@ def heap_layout(dict sizes):
     cdef epcy_shape s = shape_of(sizes)
     control_bytes = epcy_control_layout(&s).bytes
     wire_bytes = epcy_low_latency_wire_layout(&s, control_bytes).bytes
-    return region_bytes(epcy_heap_layout(&s, control_bytes + wire_bytes), wire_bytes)
+    return region_bytes(epcy_heap_layout(&s, control_bytes + wire_bytes), control_bytes)

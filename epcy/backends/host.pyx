@@ -45,7 +45,8 @@ WAITED_FOR = {EPCY_WORD_ARRIVED: "arrival", EPCY_WORD_DONE: "completion", EPCY_W
 def heap_layout(dict sizes):
     """Bytes of the regions of a rank's allocation, by name."""
     cdef epcy_shape s = shape_of(sizes)
-    return region_bytes(epcy_heap_layout(&s, epcy_host_control_bytes(&s)), epcy_low_latency_wire_bytes(&s))
+    control_bytes = epcy_host_control_bytes(&s)
+    return region_bytes(epcy_heap_layout(&s, control_bytes), control_bytes - epcy_low_latency_wire_bytes(&s))
 
 
 def simd_level(limit=None):
@@ -153,7 +154,7 @@ cdef class HostBackend(Backend):
         cdef epcy_shape *s = &self.h.shape
         cdef epcy_low_latency_area low = epcy_low_latency_area_layout(s)
         cdef int64_t rows = min(s.num_rows, epcy_default_num_rows(s)), local = epcy_num_local_experts(s)
-        cdef int64_t slots = s.num_ranks * s.num_low_latency_tokens, at, i, expert
+        cdef int64_t slots = s.num_ranks * s.num_low_latency_tokens, at, i, expert, row_bytes
         # Of each expert twice a balanced load: all of its slots would be far more memory than is ever used.
         cdef int64_t some = min(slots, 2 * (s.num_low_latency_tokens * s.num_topk // local) + 1)
         with nogil:
@@ -166,10 +167,13 @@ cdef class HostBackend(Backend):
                 epcy_host_touch(&self.h, rank, at + self.h.area.topk_weights, rows * s.num_topk * 4)
             for i in range(EPCY_NUM_AREAS if slots else 0):
                 at = self.h.heap.low_latency_x[i]
-                for expert in range(local):
-                    epcy_host_touch(&self.h, rank, at + low.payload + expert * slots * s.row_bytes, some * s.row_bytes)
-                    epcy_host_touch(&self.h, rank, self.h.heap.low_latency_y[i] + expert * slots * s.row_bytes,
-                                    some * s.row_bytes)
+                row_bytes = s.hidden
+                while row_bytes <= s.row_bytes:     # where an expert's rows begin depends on the element's size
+                    for expert in range(local):
+                        epcy_host_touch(&self.h, rank, at + low.payload + expert * slots * row_bytes, some * row_bytes)
+                        epcy_host_touch(&self.h, rank, self.h.heap.low_latency_y[i] + expert * slots * row_bytes,
+                                        some * row_bytes)
+                    row_bytes *= 2
                 epcy_host_touch(&self.h, rank, at + low.scales, low.bytes - low.scales)
         return 0
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import epcy
 from epcy import backends
-from epcy.bench import arguments, cases, checking, environment, first_call, measure, table
+from epcy.bench import arguments, cases, checking, environment, first_call, measure, suites, table
 from epcy.bench.arguments import Arguments
 from epcy.bench.workload import BUFFER_DTYPES, Shape, draw_inputs
 
@@ -93,7 +93,7 @@ def refuse_what_is_missing(given: Arguments, backend: str) -> None:
     if given.mode == "ll" and not LOW_LATENCY:
         raise epcy.NotSupportedError("--mode ll: low-latency calls are not there yet; leave --mode out (ht)")
     if backend == "host" and (given.graph or given.suite == "figures"):
-        option = "--graph" if given.graph else "--suite figures"
+        option = "--graph" if given.graph else "--suite"
         raise epcy.NotSupportedError(
             f"{option}: CUDA graphs need the nvshmem backend, and this run is on host; leave {option} out"
         )
@@ -116,7 +116,7 @@ def run(comm: MPI.Intracomm, given: Arguments, backend: str, argv: Sequence[str]
             sys.stdout.flush()
 
     if backend == "nvshmem" or given.mode == "ll" or given.suite is not None:
-        from epcy.bench import device_run, suites
+        from epcy.bench import device_run
 
         lines = suites.expand(given, comm.size)
         return device_run.run(comm, given, lines, backend, argv, say)
@@ -168,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             given = arguments.parse(argv, comm.size)
             backend = backends.find(given.backend)[0]
             refuse_what_is_missing(given, backend)
+            suites.expand(given, comm.size)
         except SystemExit as exit_:
             given, status = None, int(exit_.code or 0)
         except (epcy.NotSupportedError, epcy.BackendUnavailableError) as error:

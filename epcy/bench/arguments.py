@@ -237,7 +237,7 @@ def _refuse_misfits(parser: argparse.ArgumentParser, given: Arguments, num_ranks
         parser.error(
             f"argument -e/--max-tokens: {given.max_tokens} is less than -b/--min-tokens {given.min_tokens}"
         )
-    if given.experts % num_ranks:
+    if given.experts % num_ranks and given.suite is None:
         parser.error(f"argument --experts: {given.experts} is not a multiple of the {num_ranks} ranks")
     if given.topk > given.experts and given.routing in ("random", "skewed"):
         parser.error(f"argument --topk: {given.topk} distinct experts out of --experts {given.experts}")

@@ -1,8 +1,8 @@
 """The case first-call: what the first dispatch and combine of a Buffer cost, prepared or not, beside any later one.
 
 Three Buffers after one another: one used as it is (cold), one after `warmup()`, one made with `preinitialize=True`, on
-which the steady calls are timed too. Wall time of the host, until the rows are there: on a GPU the stream is waited for.
-Code that a process loads once is loaded for the first Buffer of a process: where other cases, or the links' rates, were
+which the steady calls are timed too. Wall time of the host, until the rows are there: on a GPU the stream is waited
+for. Code that a process loads once is loaded for its first Buffer: where other cases, or the links' rates, were
 measured before, cold has less to do.
 """
 
