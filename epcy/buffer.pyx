@@ -2,13 +2,14 @@
 """Buffer: keeps the ranks in step, and makes one call into the backend per operation."""
 
 import warnings
+from contextlib import nullcontext
 
 from libc.stdint cimport int64_t
 from posix.unistd cimport getpid
 
 import numpy as np
 
-from epcy.layout cimport epcy_default_num_rows, epcy_shape
+from epcy.layout cimport epcy_default_num_rows, epcy_num_scales, epcy_shape
 from epcy.low_latency cimport LowLatencyCalls
 from epcy.low_latency_checks cimport LowLatencyChecker
 
@@ -437,17 +438,18 @@ cdef class Buffer(LowLatencyCalls):
         self.enter("warmup")
         self._busy = False
         self._backend.touch()
-        x, idx, weights = self.warm_tokens(self._num_max_tokens)
-        for layout in ("rank", "expert"):
-            r = self.dispatch(x, idx, weights, layout=layout)
-            self.combine(r.recv_x, r.handle, r.recv_topk_weights if layout == "rank" else weights)
-            self.dispatch(x, handle=r.handle)
-        fp8 = (self.xp.zeros(x.shape, np.uint8), self.xp.ones((len(x), -(-self._hidden // 128)), np.float32))
-        self.dispatch(fp8, idx)
-        if self._backend.low_latency is not None:
-            x, idx, weights = self.warm_tokens(self._shape["num_low_latency_tokens"])
-            self.warm_low_latency(x, idx, weights)
-        self.barrier()
+        with nullcontext() if self.xp is np else self.xp.cuda.Device(self.options["device"]):
+            x, idx, weights = self.warm_tokens(self._num_max_tokens)
+            for layout in ("rank", "expert"):
+                r = self.dispatch(x, idx, weights, layout=layout)
+                self.combine(r.recv_x, r.handle, r.recv_topk_weights if layout == "rank" else weights)
+                self.dispatch(x, handle=r.handle)
+            scales = self.xp.ones((len(x), epcy_num_scales(self._hidden)), np.float32)
+            self.dispatch((self.xp.zeros(x.shape, np.uint8), scales), idx)
+            if self._backend.low_latency is not None:
+                x, idx, weights = self.warm_tokens(self._shape["num_low_latency_tokens"])
+                self.warm_low_latency(x, idx, weights)
+            self.barrier()
 
     cdef tuple warm_tokens(self, int64_t most):
         """Tokens, ids and weights: as many as a call may have, with one lane each while the areas have room."""
