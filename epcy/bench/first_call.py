@@ -20,6 +20,7 @@ from epcy.bench import table
 from epcy.bench.arguments import Arguments
 from epcy.bench.clocks import Measured
 from epcy.bench.datasets import DataSet, draw_sets
+from epcy.bench.figures import count_bytes, figures
 from epcy.bench.measure import summarize
 from epcy.bench.settings import buffer_options, calls_of, setting_of, shape_of, what_of
 from epcy.bench.works import Roundtrip
@@ -29,8 +30,6 @@ WAYS = ("cold", "warmed", "preinitialized")
 
 def measure(comm: MPI.Intracomm, given: Arguments, backend: str, num_tokens: int) -> table.Row:
     """Time and check first and steady calls at one size. Collective, blocking."""
-    from epcy.bench import lines
-
     shape = shape_of(given, num_tokens)
     options = buffer_options(given, shape, comm.size)
     fields: dict[str, Any] = {}
@@ -59,7 +58,7 @@ def measure(comm: MPI.Intracomm, given: Arguments, backend: str, num_tokens: int
     times = summarize(np.array(comm.allgather(us)))
     total = comm.allreduce(wrong) if given.check else None
     measured = Measured(times, times.us_p50, None, total)
-    moved = lines.count_bytes("roundtrip", sets)
+    moved = count_bytes("roundtrip", sets)
     return table.Row(
         **what_of(given, "first-call", num_tokens, backend, comm.size),
         num_sms=num_sms,
@@ -67,7 +66,7 @@ def measure(comm: MPI.Intracomm, given: Arguments, backend: str, num_tokens: int
         combine_from="array" if given.mode == "ll" or given.dtype == "fp8" else "heap",
         host_us_p50=times.us_p50,
         **fields,
-        **lines.figures(measured, moved, None, given.floor_gbps),
+        **figures(measured, moved, None, given.floor_gbps),
     )
 
 

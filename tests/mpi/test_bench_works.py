@@ -123,7 +123,7 @@ def test_a_wrong_bit_is_seen(comm, make_buffer, case, num_slots):
 def test_worst_case_calls_as_in_a_graph(comm, make_buffer, case, layout, from_heap):
     given = Arguments(hidden=272, topk=3, experts=4 * comm.size, layout=layout, expert_alignment=4)
     setting = setting_of(comm, np, given)
-    options = lines.buffer_options(given, setting.shape, comm.size)
+    options = settings.buffer_options(given, setting.shape, comm.size)
     buf = make_buffer(**options)
     sets = draw_sets(setting, 5, 2, 1 if case == "combine" else 3, False)
     calls = HighThroughput(buf, layout, 4, options["num_max_recv_tokens"])

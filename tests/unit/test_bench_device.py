@@ -14,7 +14,7 @@ from epcy.bench import (  # noqa: E402
     device_table,
     draws,
     environment,
-    lines,
+    figures,
     nccl,
     settings,
     suites,
@@ -211,8 +211,8 @@ def test_bytes_are_those_of_the_host_bench():
     counted = [measure.count_rows(one.topk_idx, 4, rank, 3, "rank") for rank, one in enumerate(sets)]
     away = sum(row[1] for row in counted) / 3
     for case, there, back in (("dispatch", 1, 0), ("combine", 0, 1), ("roundtrip", 1, 1)):
-        assert lines.count_bytes(case, [[sets[0]]]).wire == pytest.approx(away * 544 * (there + back))
-    assert lines.count_bytes("dispatch", [[sets[0]]]).moved == pytest.approx(
+        assert figures.count_bytes(case, [[sets[0]]]).wire == pytest.approx(away * 544 * (there + back))
+    assert figures.count_bytes("dispatch", [[sets[0]]]).moved == pytest.approx(
         2 * 544 * sum(row[0] for row in counted) / 3
     )
 
@@ -221,10 +221,10 @@ def test_reduction_at_the_source_brings_every_lane_home():
     by_rank, _ = of_all_ranks(setting, mode="ll", hidden=256)
     by_source, _ = of_all_ranks(setting, mode="ll", reduction="source", hidden=256)
     lanes = sum(int((one.topk_idx // 4 != rank).sum()) for rank, one in enumerate(by_source)) / 3
-    assert lines.count_bytes("combine", [[by_source[0]]]).wire == pytest.approx(lanes * 512)
-    assert lines.count_bytes("combine", [[by_rank[0]]]).wire < lanes * 512
-    assert lines.count_bytes("dispatch", [[by_source[0]]]).wire == pytest.approx(
-        lines.count_bytes("combine", [[by_rank[0]]]).wire
+    assert figures.count_bytes("combine", [[by_source[0]]]).wire == pytest.approx(lanes * 512)
+    assert figures.count_bytes("combine", [[by_rank[0]]]).wire < lanes * 512
+    assert figures.count_bytes("dispatch", [[by_source[0]]]).wire == pytest.approx(
+        figures.count_bytes("combine", [[by_rank[0]]]).wire
     )
 
 
@@ -255,14 +255,14 @@ def test_notes_say_what_is_hidden_and_what_first_calls_cost():
 
 def test_floor_is_the_wire_at_the_rate_of_a_copy():
     measured = Measured(Times(90.0, 100.0, 120.0), 11.0, 0, 0)
-    given = lines.figures(measured, Bytes(wire=20_000_000, moved=80_000_000), 400.0, None)
+    given = figures.figures(measured, Bytes(wire=20_000_000, moved=80_000_000), 400.0, None)
     assert given["gbps_wire"] == pytest.approx(200)
     assert given["peer_copy_share"] == pytest.approx(0.5)
     assert given["floor_us"] == pytest.approx(50)
     assert given["over_floor"] == pytest.approx(2)
-    given = lines.figures(measured, Bytes(wire=20_000_000, moved=80_000_000), 400.0, 200.0)
+    given = figures.figures(measured, Bytes(wire=20_000_000, moved=80_000_000), 400.0, 200.0)
     assert (given["floor_us"], given["floor_gbps"], given["peer_copy_gbps"]) == (100, 200, 400)
-    alone = lines.figures(measured, Bytes(wire=0, moved=80_000_000), None, None)
+    alone = figures.figures(measured, Bytes(wire=0, moved=80_000_000), None, None)
     assert alone["floor_us"] is alone["over_floor"] is alone["peer_copy_share"] is None
 
 
@@ -305,10 +305,10 @@ def test_the_suite_takes_runs_and_seed_from_the_command_line():
 
 def test_a_buffer_has_room_for_what_comes():
     given = arguments.parse(["--layout", "expert", "--expert-alignment", "128", "--experts", "256"], 2)
-    options = lines.buffer_options(given, Shape(4096, 7168, 8, 256, "bf16"), 2)
+    options = settings.buffer_options(given, Shape(4096, 7168, 8, 256, "bf16"), 2)
     assert options["num_max_recv_tokens"] == 2 * 4096 * 8 + 128 * 127
     given = arguments.parse(["--mode", "ll"], 2)
-    options = lines.buffer_options(given, Shape(128, 7168, 8, 256, "fp8"), 2)
+    options = settings.buffer_options(given, Shape(128, 7168, 8, 256, "fp8"), 2)
     assert options["num_max_low_latency_tokens_per_rank"] == 128 and options["low_latency_mode"]
 
 
