@@ -95,8 +95,9 @@ test-%: $(VENV)/.built ## the MPI and property tests on % ranks: make test-3
 	@case '$*' in *[!0-9]*) echo "make: no verb test-$*" >&2; exit 2;; esac
 	$(MPIEXEC) -n $* $(PY) $(PYTEST) tests/mpi tests/property $(ARGS)
 
-bench: $(VENV)/.built ## dispatch, combine and the roundtrip against MPI.Alltoallv on NP ranks
-	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py -m epcy.bench dispatch combine roundtrip --baseline $(ARGS)
+bench: $(VENV)/.built ## both modes of the host backend on NP ranks, high throughput against MPI.Alltoallv
+	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py -m epcy.bench dispatch combine roundtrip --baseline --backend host $(ARGS)
+	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py -m epcy.bench --suite decoding --backend host
 
 docs: $(VENV)/.built ## write docs/api.md and docs/options.md anew
 	$(PY) docs/generate.py

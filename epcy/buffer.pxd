@@ -13,3 +13,5 @@ cdef class Buffer(LowLatencyCalls):
     cdef object _token              # marks this Buffer's handles
     cdef dict _shape
     cdef int64_t _num_max_tokens, _hidden, _num_experts, _num_topk
+
+    cdef tuple warm_tokens(self, int64_t most)

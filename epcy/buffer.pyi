@@ -48,6 +48,7 @@ class Buffer(LowLatencyCalls):
         num_max_recv_tokens: int | None = None,
         low_latency_mode: bool | None = None,
         num_max_low_latency_tokens_per_rank: int | None = None,
+        backend: str | None = None,
     ) -> dict[str, int]: ...
     def dispatch(
         self,

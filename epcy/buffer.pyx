@@ -2,19 +2,20 @@
 """Buffer: keeps the ranks in step, and makes one call into the backend per operation."""
 
 import warnings
+from contextlib import nullcontext
 
 from libc.stdint cimport int64_t
 from posix.unistd cimport getpid
 
 import numpy as np
 
-from epcy.layout cimport epcy_default_num_rows, epcy_shape
+from epcy.layout cimport epcy_default_num_rows, epcy_num_scales, epcy_shape
 from epcy.low_latency cimport LowLatencyCalls
 from epcy.low_latency_checks cimport LowLatencyChecker
 
 from epcy import backends, topology
 from epcy.arrays import DTYPES
-from epcy.backends import bootstrap
+from epcy.backends import bootstrap, cuda_sizes
 from epcy.backends.host import heap_layout
 from epcy.errors import (
     ArgumentError, EpcyError, NotSupportedError, PeerTimeoutError, StateError)
@@ -163,16 +164,25 @@ cdef class Buffer(LowLatencyCalls):
 
     @staticmethod
     def size_hint(num_ranks, *, num_max_tokens_per_rank, hidden, num_experts, num_topk, dtype="bfloat16",
-                  num_max_recv_tokens=None, low_latency_mode=None, num_max_low_latency_tokens_per_rank=None):
+                  num_max_recv_tokens=None, low_latency_mode=None, num_max_low_latency_tokens_per_rank=None,
+                  backend=None):
         """Tell how much symmetric memory a rank's Buffer would take, without allocating.
 
-        Local, blocking.
+        Local, blocking. It loads neither MPI nor CUDA.
+
+        Parameters
+        ----------
+        num_ranks : int
+        num_max_tokens_per_rank, hidden, num_experts, num_topk, and the other sizes
+            As the constructor takes them.
+        backend : "host" or "nvshmem", optional
+            Whose memory; by default that of `EPCY_BACKEND`, else the host's.
 
         Returns
         -------
         dict of str to int
-            Bytes a rank: "control", "receive" (two areas), "combine" (two areas), "low_latency" (four areas, 0 without
-            the mode) and their "total".
+            Bytes a rank: "control", "receive" (two areas), "combine" (two areas), "low_latency" (four areas and what
+            rows travel through; 0 without the mode) and their "total".
 
         Raises
         ------
@@ -183,9 +193,11 @@ cdef class Buffer(LowLatencyCalls):
             raise ArgumentError(f"num_ranks: expected a positive whole number, got {num_ranks!r}")
         given = dict(num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_experts=num_experts,
                      num_topk=num_topk, dtype=dtype, num_max_recv_tokens=num_max_recv_tokens,
-                     low_latency_mode=low_latency_mode,
+                     low_latency_mode=low_latency_mode, backend=backend,
                      num_max_low_latency_tokens_per_rank=num_max_low_latency_tokens_per_rank)
-        return heap_layout(shape_of({name: value.value for name, value in resolve(given).items()}, num_ranks))
+        values = {name: value.value for name, value in resolve(given).items()}
+        sizes = shape_of(values, num_ranks)
+        return cuda_sizes.heap_layout(sizes) if values["backend"] == "nvshmem" else heap_layout(sizes)
 
     @property
     def num_sms(self):
@@ -414,26 +426,40 @@ cdef class Buffer(LowLatencyCalls):
         return self._backend.capture()
 
     def warmup(self):
-        """Make the next call cost what any call costs: touch the memory and every kernel.
+        """Make the next call cost what any call costs: every kernel, the memory of handles and results, every page.
 
-        Collective, blocking. It dispatches twice: results of earlier dispatches are given up.
+        Collective, blocking, of both modes. Results of earlier dispatches are given up. On the host backend pages are
+        those of `num_max_recv_tokens` rows, at most those of twice a balanced load.
 
         Raises
         ------
         MismatchError, PeerError, PeerTimeoutError, StateError
         """
-        cdef int64_t rows = min(self._shape["num_rows"], self.size * self._num_max_tokens)
         self.enter("warmup")
         self._busy = False
-        self._backend.touch(rows)
-        x = self.xp.zeros((0, self._hidden), DTYPES[self._checker.payload_kind(None)])
-        idx = self.xp.zeros((0, self._num_topk), np.int64)
-        for layout in ("rank", "expert"):
-            r = self.dispatch(x, idx, layout=layout)
-            self.combine(r.recv_x, r.handle)
-        if self._backend.low_latency is not None:
-            self.warm_low_latency(x, idx)
-        self.barrier()
+        self._backend.touch()
+        with nullcontext() if self.xp is np else self.xp.cuda.Device(self.options["device"]):
+            x, idx, weights = self.warm_tokens(self._num_max_tokens)
+            for layout in ("rank", "expert"):
+                r = self.dispatch(x, idx, weights, layout=layout)
+                self.combine(r.recv_x, r.handle, r.recv_topk_weights if layout == "rank" else weights)
+                self.dispatch(x, handle=r.handle)
+            scales = self.xp.ones((len(x), epcy_num_scales(self._hidden)), np.float32)
+            self.dispatch((self.xp.zeros(x.shape, np.uint8), scales), idx)
+            if self._backend.low_latency is not None:
+                x, idx, weights = self.warm_tokens(self._shape["num_low_latency_tokens"])
+                self.warm_low_latency(x, idx, weights)
+            self.barrier()
+
+    cdef tuple warm_tokens(self, int64_t most):
+        """Tokens, ids and weights: as many as a call may have, with one lane each while the areas have room."""
+        cdef int64_t num_sent = min(most, self._shape["num_rows"] // self.size)
+        xp = self.xp
+        idx = np.full((most, self._num_topk), -1, np.int64)
+        idx[:num_sent, 0] = (np.arange(num_sent) + self.rank * self.num_local_experts) % self._num_experts
+        weights = np.zeros((most, self._num_topk), np.float32)
+        x = xp.zeros((most, self._hidden), DTYPES[self._checker.payload_kind(None)])
+        return x, xp.asarray(idx), xp.asarray(weights)
 
     # ---- what epcy.bench alone calls, on the nvshmem backend ---------------------------------------------------
 

@@ -22,6 +22,8 @@ cdef class Checker:
     cdef int payload_kind(self, dtype) except -2
     cdef Array look(self, obj, str name)
     cdef Array rows(self, obj, str name, int64_t num_rows, int kind)
+    cdef int row(self, Array a, str name) except -1
+    cdef Array sums(self, out, int64_t num_rows, int kind)
     cdef Array lanes(self, obj, str name, int64_t num_rows, bint is_idx)
     cdef DispatchCall dispatch(self, x, topk_idx, topk_weights, handle, layout, expert_alignment, num_worst_tokens, out)
     cdef int dispatch_out(self, out, DispatchCall call) except -1

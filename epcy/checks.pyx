@@ -97,12 +97,30 @@ cdef class Checker:
         if not 0 <= a.kind <= KIND_FP32 and kind != KIND_FP8:
             raise self.wrong(name, "bfloat16, float16 or float32, or for dispatch a pair (float8_e4m3fn, scales)",
                              f"dtype {a.owner.dtype}")
-        if a.shape[1] * a.item_bytes() > self.row_bytes:
+        self.row(a, name)
+        return with_rows(a)
+
+    cdef int row(self, Array a, str name) except -1:
+        """Refuse rows that have no room in the areas, or that no copy of 16 bytes at a time could move."""
+        cdef int64_t row_bytes = self.hidden * a.item_bytes()
+        if row_bytes > self.row_bytes:
             raise self.wrong(name, f"dtype no wider than the Buffer's {self.dtype}", f"dtype {a.owner.dtype}",
                              f"construct the Buffer with dtype={str(a.owner.dtype)!r}")
-        if a.shape[1] * a.item_bytes() % 16:
-            raise self.wrong(name, "rows of a multiple of 16 bytes", f"{a.shape[1] * a.item_bytes()} bytes")
-        return with_rows(a)
+        if row_bytes % 16:
+            raise self.wrong(name, "rows of a multiple of 16 bytes", f"{row_bytes} bytes")
+        return 0
+
+    cdef Array sums(self, out, int64_t num_rows, int kind):
+        """Where a combine's sums go: the user's own array, or a new one."""
+        cdef Array a
+        if out is None:
+            out = self.empty(num_rows, self.hidden, DTYPES[kind])
+        elif not isinstance(out, self.xp.ndarray):
+            raise self.wrong("out", f"an array of {self.xp.__name__}", type(out).__name__)
+        a = self.rows(out, "out", num_rows, kind)
+        if a.owner is not out or not a.is_writable or not a.is_contiguous:
+            raise self.wrong("out", "a writable C-contiguous array", "one that is not")
+        return a
 
     cdef Array lanes(self, obj, str name, int64_t num_rows, bint is_idx):
         """topk_idx or topk_weights (T, K)."""
@@ -208,13 +226,7 @@ cdef class Checker:
             call.bias0 = contiguous(self.rows(biases[0], "bias", num_tokens, call.x.kind))
             if len(biases) == 2:
                 call.bias1 = contiguous(self.rows(biases[1], "bias[1]", num_tokens, call.x.kind))
-        if out is None:
-            out = self.empty(num_tokens, self.hidden, DTYPES[call.x.kind])
-        elif not isinstance(out, self.xp.ndarray):
-            raise self.wrong("out", f"an array of {self.xp.__name__}", type(out).__name__)
-        call.out = self.rows(out, "out", num_tokens, call.x.kind)
-        if call.out.owner is not out or not call.out.is_writable or not call.out.is_contiguous:
-            raise self.wrong("out", "a writable C-contiguous array", "one that is not")
+        call.out = self.sums(out, num_tokens, call.x.kind)
         call.bias0, call.bias1 = self.apart(call.bias0, call.out), self.apart(call.bias1, call.out)
         if not rank_layout:
             call.topk_weights = self.apart(call.topk_weights, call.out)

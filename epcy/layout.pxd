@@ -41,3 +41,21 @@ cdef extern from "epcy/layout.h" nogil:
     int64_t epcy_rank_of_expert(int64_t expert, int64_t num_local)
     int64_t epcy_local_expert(int64_t expert, int64_t num_local)
     int64_t epcy_padded(int64_t count, int64_t alignment)
+
+
+cdef inline epcy_shape shape_of(dict sizes):
+    """A Buffer's shape out of its sizes by name."""
+    cdef epcy_shape s
+    s.num_ranks, s.num_experts, s.num_topk = sizes["num_ranks"], sizes["num_experts"], sizes["num_topk"]
+    s.num_max_tokens, s.hidden = sizes["num_max_tokens"], sizes["hidden"]
+    s.row_bytes, s.num_rows = sizes["row_bytes"], sizes["num_rows"]
+    s.num_low_latency_tokens = sizes["num_low_latency_tokens"]
+    return s
+
+
+cdef inline dict region_bytes(epcy_heap heap, int64_t control_bytes):
+    """Bytes of each region by name; behind the control region proper lies what low-latency rows travel through."""
+    cdef int64_t control = epcy_round_up(control_bytes, EPCY_PAGE_BYTES)
+    return {"control": control, "receive": heap.combine[0] - heap.receive[0],
+            "combine": heap.low_latency_x[0] - heap.combine[0],
+            "low_latency": heap.bytes - heap.low_latency_x[0] + heap.receive[0] - control, "total": heap.bytes}

@@ -20,7 +20,7 @@ cdef class LowLatencyCalls:
     cdef int enter(self, str name) except -1
     cdef LowLatency enter_low_latency(self, str name, int kind, bint return_recv_hook)
     cdef Hook hook(self, int kind, Call call)
-    cdef int warm_low_latency(self, x, idx) except -1
+    cdef int warm_low_latency(self, x, idx, weights) except -1
 
 
 cdef class Hook:

@@ -177,17 +177,25 @@ cdef class LowLatencyCalls:
         hook.number = self._backend.low_latency.num_sent[kind]
         return hook
 
-    cdef int warm_low_latency(self, x, idx) except -1:
-        """Run every kernel of the mode once, with no token."""
+    cdef int warm_low_latency(self, x, idx, weights) except -1:
+        """Make a call of every kind: each cast, each reduction, LogFMT, in one piece and in two halves."""
         for use_fp8, round_scale, use_ue8m0, multiple in (
-                (False, False, False, 1), (True, False, False, 128), (True, True, True, 512)):
+                (False, False, False, 1), (True, False, False, 128), (True, True, False, 128), (True, True, True, 512)):
             if x.shape[1] % multiple:
                 continue
-            _, _, handle, _, _ = self.low_latency_dispatch(x, idx, use_fp8=use_fp8, round_scale=round_scale,
-                                                           use_ue8m0=use_ue8m0)
-            for reduction in ("rank", "source"):
-                y = self.low_latency_combine_input(handle)
-                self.low_latency_combine(y, None, None, handle, reduction=reduction, use_logfmt=multiple == 128)
+            for in_halves in (False, True):
+                _, _, handle, _, hook = self.low_latency_dispatch(
+                    x, idx, weights, use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0,
+                    return_recv_hook=in_halves)
+                if in_halves:
+                    hook()
+                for reduction in ("rank", "source"):
+                    y = self.low_latency_combine_input(handle)
+                    _, _, hook = self.low_latency_combine(
+                        y, None, None, handle, reduction=reduction, zero_copy=True, use_logfmt=multiple == 128,
+                        return_recv_hook=in_halves)
+                    if in_halves:
+                        hook()
         return 0
 
     # ---- state ----------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from epcy.backends.call cimport LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.checks cimport Checker
 from epcy.handle cimport LowLatencyHandle
 
-from epcy.arrays import DTYPES
 from epcy.backends.names import REDUCTIONS
 from epcy.errors import CapacityError, StateError
 
@@ -90,13 +89,7 @@ cdef class LowLatencyChecker(Checker):
             raise self.wrong("use_logfmt", f"a hidden size of a multiple of {GROUP}", self.hidden,
                              "send rows as they are, with use_logfmt=False")
         call.use_logfmt, call.return_recv_hook = use_logfmt, return_recv_hook
-        if out is None:
-            out = self.xp.empty((checked.num_tokens, self.hidden), DTYPES[call.x.kind])
-        elif not isinstance(out, self.xp.ndarray):
-            raise self.wrong("out", f"an array of {self.xp.__name__}", type(out).__name__)
-        call.out = self.rows(out, "out", checked.num_tokens, call.x.kind)
-        if call.out.owner is not out or not call.out.is_writable or not call.out.is_contiguous:
-            raise self.wrong("out", "a writable C-contiguous array", "one that is not")
+        call.out = self.sums(out, checked.num_tokens, call.x.kind)
         self.backend.check_out(call.out)
         if overlap(call.x, call.out.data, call.out.shape[0] * self.hidden * call.out.item_bytes()):
             call.x = copied(call.x)
@@ -114,9 +107,5 @@ cdef class LowLatencyChecker(Checker):
                              f"shape {a.owner.shape}")
         if not 0 <= a.kind <= KIND_FP32:
             raise self.wrong("x", "bfloat16, float16 or float32", f"dtype {a.owner.dtype}")
-        if self.hidden * a.item_bytes() > self.row_bytes:
-            raise self.wrong("x", f"dtype no wider than the Buffer's {self.dtype}", f"dtype {a.owner.dtype}",
-                             f"construct the Buffer with dtype={str(a.owner.dtype)!r}")
-        if self.hidden * a.item_bytes() % 16:
-            raise self.wrong("x", "rows of a multiple of 16 bytes", f"{self.hidden * a.item_bytes()} bytes")
+        self.row(a, "x")
         return contiguous(a)

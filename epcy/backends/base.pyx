@@ -10,7 +10,7 @@ from epcy.backends.call cimport CombineCall, DispatchCall, LowLatencyCombineCall
 from epcy.backends.low_latency cimport LowLatency
 from epcy.event cimport completed
 from epcy.handle cimport Area, Dispatch, Handle, LowLatencyHandle
-from epcy.layout cimport EPCY_NUM_AREAS, epcy_area_layout, epcy_num_local_experts, epcy_num_scales, epcy_shape
+from epcy.layout cimport EPCY_NUM_AREAS, epcy_area_layout, epcy_num_scales, epcy_shape, shape_of
 
 from epcy.arrays import DTYPES
 from epcy.errors import ArgumentError, StateError
@@ -20,11 +20,7 @@ cdef class Backend:
     def __init__(self, comm, dict shape, dict options, list identities, object token, xp):
         self.comm, self.token, self.identities, self.xp = comm, token, identities, xp
         self.rank, self.num_ranks, self.timeout = comm.rank, comm.size, options["timeout"]
-        self.shape.num_ranks, self.shape.num_experts = comm.size, shape["num_experts"]
-        self.shape.num_topk, self.shape.num_max_tokens = shape["num_topk"], shape["num_max_tokens"]
-        self.shape.hidden, self.shape.row_bytes, self.shape.num_rows = (
-            shape["hidden"], shape["row_bytes"], shape["num_rows"])
-        self.shape.num_low_latency_tokens = shape["num_low_latency_tokens"]
+        self.shape = shape_of(shape)
         self.area = epcy_area_layout(&self.shape)
         self.device = -1
         # All ranks live at this moment; one in another container's pid namespace can never be seen.
@@ -98,15 +94,8 @@ cdef class Backend:
         call.x, call.scales, call.topk_weights = self.kept(call.x), self.kept(call.scales), self.kept(call.topk_weights)
         return 0
 
-    def touch(self, int64_t rows):
-        """Write to this rank's pages, so that they are there."""
-        for view in (*self.receive_views, *self.combine_views):
-            for array in view.values():
-                array[:rows].view(np.uint8).reshape(-1)[::4096] |= 0
-        if self.low_latency is not None:
-            # Of each expert twice a balanced load: all of its rows would be far more memory than is ever used.
-            balanced = self.shape.num_low_latency_tokens * self.shape.num_topk // epcy_num_local_experts(&self.shape)
-            self.low_latency.touch(min(self.num_ranks * self.shape.num_low_latency_tokens, 2 * balanced + 1))
+    def touch(self):
+        """Have the memory that calls use, before there is a call; collective where there is something to do."""
 
     # ---- dispatch -------------------------------------------------------------------------------------------
 

@@ -125,6 +125,8 @@ cdef extern from "epcy/host.h" nogil:
     int64_t epcy_host_control_bytes(const epcy_shape *shape)
     int epcy_host_open(epcy_host *h, double spin_us, int num_threads)
     void epcy_host_close(epcy_host *h)
+    void epcy_host_touch(const epcy_host *h, int64_t rank, int64_t offset, int64_t num_bytes)
+    int64_t epcy_low_latency_wire_bytes(const epcy_shape *shape)
     epcy_status *epcy_host_status(const epcy_host *h, int64_t rank)
     epcy_record *epcy_host_record(const epcy_host *h, int64_t rank, uint64_t epoch)
     int64_t *epcy_host_counts(const epcy_host *h, int64_t rank, uint64_t epoch)
@@ -169,6 +171,7 @@ cdef class HostBackend(Backend):
     cdef uint64_t num_resets
 
     cdef object open_status(self, directory)
+    cdef int touch_rank(self, int64_t rank) except -1
     cdef epcy_record *begin(self, int op) except NULL
     cdef int finish(self, int op) except -1
     cdef int wait(self, int op, int word, uint64_t value) except -1

@@ -22,7 +22,9 @@ from epcy.backends.call cimport CombineCall, DispatchCall
 from epcy.backends.window cimport allocate
 from epcy.event cimport completed
 from epcy.handle cimport Area, Combine, Handle
-from epcy.layout cimport epcy_heap_layout, epcy_num_local_experts, epcy_num_scales, epcy_shape
+from epcy.layout cimport (
+    EPCY_NUM_AREAS, epcy_default_num_rows, epcy_heap_layout, epcy_low_latency_area, epcy_low_latency_area_layout,
+    epcy_num_local_experts, epcy_num_scales, epcy_shape, region_bytes, shape_of)
 
 from epcy import status as status_pages
 from epcy.backends import bootstrap, verdicts
@@ -40,17 +42,11 @@ WAITED_FOR = {EPCY_WORD_ARRIVED: "arrival", EPCY_WORD_DONE: "completion", EPCY_W
               EPCY_WORD_RECEIVED_DISPATCH: "receipt", EPCY_WORD_RECEIVED_COMBINE: "receipt"}
 
 
-def heap_layout(dict shape):
-    """Offsets of the regions of a rank's allocation, and its size in bytes, by name."""
-    cdef epcy_shape s
-    s.num_ranks, s.num_experts, s.num_topk = shape["num_ranks"], shape["num_experts"], shape["num_topk"]
-    s.num_max_tokens, s.hidden = shape["num_max_tokens"], shape["hidden"]
-    s.row_bytes, s.num_rows = shape["row_bytes"], shape["num_rows"]
-    s.num_low_latency_tokens = shape["num_low_latency_tokens"]
-    heap = epcy_heap_layout(&s, epcy_host_control_bytes(&s))
-    return {"control": heap.receive[0], "receive": heap.combine[0] - heap.receive[0],
-            "combine": heap.low_latency_x[0] - heap.combine[0], "low_latency": heap.bytes - heap.low_latency_x[0],
-            "total": heap.bytes}
+def heap_layout(dict sizes):
+    """Bytes of the regions of a rank's allocation, by name."""
+    cdef epcy_shape s = shape_of(sizes)
+    control_bytes = epcy_host_control_bytes(&s)
+    return region_bytes(epcy_heap_layout(&s, control_bytes), control_bytes - epcy_low_latency_wire_bytes(&s))
 
 
 def simd_level(limit=None):
@@ -152,6 +148,42 @@ cdef class HostBackend(Backend):
 
     cdef object view(self, int64_t offset, tuple shape, dtype, owner):
         return np.ndarray(shape, dtype, owner, offset)
+
+    cdef int touch_rank(self, int64_t rank) except -1:
+        """Look at every page of a rank's memory that calls use, so that this process has it."""
+        cdef epcy_shape *s = &self.h.shape
+        cdef epcy_low_latency_area low = epcy_low_latency_area_layout(s)
+        cdef int64_t rows = min(s.num_rows, epcy_default_num_rows(s)), local = epcy_num_local_experts(s)
+        cdef int64_t slots = s.num_ranks * s.num_low_latency_tokens, at, i, expert, row_bytes
+        # Of each expert twice a balanced load: all of its slots would be far more memory than is ever used.
+        cdef int64_t some = min(slots, 2 * (s.num_low_latency_tokens * s.num_topk // local) + 1)
+        with nogil:
+            epcy_host_touch(&self.h, rank, 0, self.h.heap.receive[0])
+            for i in range(2 * EPCY_NUM_AREAS):
+                at = self.h.heap.receive[i] if i < EPCY_NUM_AREAS else self.h.heap.combine[i - EPCY_NUM_AREAS]
+                epcy_host_touch(&self.h, rank, at + self.h.area.payload, rows * s.row_bytes)
+                epcy_host_touch(&self.h, rank, at + self.h.area.scales, rows * epcy_num_scales(s.hidden) * 4)
+                epcy_host_touch(&self.h, rank, at + self.h.area.topk_idx, rows * s.num_topk * 8)
+                epcy_host_touch(&self.h, rank, at + self.h.area.topk_weights, rows * s.num_topk * 4)
+            for i in range(EPCY_NUM_AREAS if slots else 0):
+                at = self.h.heap.low_latency_x[i]
+                row_bytes = s.hidden
+                while row_bytes <= s.row_bytes:     # where an expert's rows begin depends on the element's size
+                    for expert in range(local):
+                        epcy_host_touch(&self.h, rank, at + low.payload + expert * slots * row_bytes, some * row_bytes)
+                        epcy_host_touch(&self.h, rank, self.h.heap.low_latency_y[i] + expert * slots * row_bytes,
+                                        some * row_bytes)
+                    row_bytes *= 2
+                epcy_host_touch(&self.h, rank, at + low.scales, low.bytes - low.scales)
+        return 0
+
+    def touch(self):
+        """Have the pages that calls use: this rank's own first, so that they lie near it, then everybody's."""
+        cdef int64_t rank
+        self.touch_rank(self.h.rank)
+        self.barrier()
+        for rank in range(self.h.shape.num_ranks):
+            self.touch_rank(rank)
 
     # ---- one step of the epoch ----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import epcy
 from epcy import backends
-from epcy.bench import arguments, cases, checking, environment, measure, table
+from epcy.bench import arguments, cases, checking, environment, first_call, measure, suites, table
 from epcy.bench.arguments import Arguments
 from epcy.bench.workload import BUFFER_DTYPES, Shape, draw_inputs
 
@@ -92,7 +92,7 @@ def refuse_what_is_missing(given: Arguments, backend: str) -> None:
     """Raise NotSupportedError for what this build or this backend does not have."""
     if given.mode == "ll" and not LOW_LATENCY:
         raise epcy.NotSupportedError("--mode ll: low-latency calls are not there yet; leave --mode out (ht)")
-    if backend == "host" and (given.graph or given.suite):
+    if backend == "host" and (given.graph or given.suite == "figures"):
         option = "--graph" if given.graph else "--suite"
         raise epcy.NotSupportedError(
             f"{option}: CUDA graphs need the nvshmem backend, and this run is on host; leave {option} out"
@@ -115,8 +115,8 @@ def run(comm: MPI.Intracomm, given: Arguments, backend: str, argv: Sequence[str]
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    if backend == "nvshmem" or given.mode == "ll":
-        from epcy.bench import device_run, suites
+    if backend == "nvshmem" or given.mode == "ll" or given.suite is not None:
+        from epcy.bench import device_run
 
         lines = suites.expand(given, comm.size)
         return device_run.run(comm, given, lines, backend, argv, say)
@@ -139,8 +139,11 @@ def run_on_host(
     rows = []
     for case in given.cases:
         for num_tokens in given.sizes:
-            rows.append(measure_line(comm, given, case, num_tokens, memcpy_gbps))
-            say(table.line(rows[-1]))
+            if case == "first-call":
+                rows.append(first_call.measure(comm, given, "host", num_tokens))
+            else:
+                rows.append(measure_line(comm, given, case, num_tokens, memcpy_gbps))
+            say(table.line(rows[-1]) + table.notes(rows[-1]))
     if comm.rank == 0:
         if given.json is not None:
             with open(given.json, "w", encoding="utf-8") as file:
@@ -165,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             given = arguments.parse(argv, comm.size)
             backend = backends.find(given.backend)[0]
             refuse_what_is_missing(given, backend)
+            suites.expand(given, comm.size)
         except SystemExit as exit_:
             given, status = None, int(exit_.code or 0)
         except (epcy.NotSupportedError, epcy.BackendUnavailableError) as error:

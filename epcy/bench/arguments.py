@@ -9,12 +9,13 @@ from pathlib import Path
 
 from epcy.bench.workload import DTYPES, ROUTINGS, load_routing
 
-CASES = ("dispatch", "combine", "roundtrip")
+CASES = ("dispatch", "combine", "roundtrip")  # measured where the command line names none
+MORE_CASES = ("overlap", "first-call")
 BASELINES = {
     "host": ("alltoallv",),
     "nvshmem": ("cupy", "nccl-alltoall"),
 }  # the first is what --baseline means
-SUITES = ("figures",)
+SUITES = ("figures", "decoding")
 
 EPILOG = """\
 times are the maximum over ranks, of the Python call on the host backend and between CUDA events on nvshmem; wire: GB/s
@@ -45,6 +46,10 @@ class Arguments:
     expert_alignment: int = 1
     combine_from: str = "heap"
     reduction: str = "rank"
+    round_scale: bool = False
+    use_ue8m0: bool = False
+    use_logfmt: bool = False
+    inner: int = 512
     calls: int | None = None
     floor_gbps: float | None = None
     num_sms: int | None = None
@@ -82,6 +87,7 @@ def parse(argv: Sequence[str], num_ranks: int) -> Arguments:
     values["baseline"] = tuple(filter(None, (values["baseline"] or "").split(",")))
     if values["max_tokens"] is None:
         values["max_tokens"] = max(values["min_tokens"], Arguments.max_tokens)
+    values["round_scale"] |= values["use_ue8m0"]
     given = Arguments(**values)
     _refuse_misfits(parser, given, num_ranks)
     return given
@@ -96,7 +102,13 @@ def _make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("cases", nargs="*", metavar="CASE", help=f"any of {', '.join(CASES)} (all)", default=list(CASES))
+    add(
+        "cases",
+        nargs="*",
+        metavar="CASE",
+        help=f"any of {', '.join(CASES)} (these three), {', '.join(MORE_CASES)}",
+        default=list(CASES),
+    )
     add(
         "-b",
         "--min-tokens",
@@ -167,6 +179,15 @@ def _make_parser() -> argparse.ArgumentParser:
         default=default.reduction,
         help="of combine in --mode ll (%(default)s)",
     )
+    add("--round-scale", action="store_true", help="scales that are powers of two, in --mode ll --dtype fp8")
+    add("--use-ue8m0", action="store_true", help="these scales as exponents; says --round-scale too")
+    add("--use-logfmt", action="store_true", help="10 bits an element on the way back, in --mode ll")
+    add(
+        "--inner",
+        type=_positive,
+        default=default.inner,
+        help="inner width of an expert in the case overlap (%(default)s)",
+    )
     add(
         "--calls",
         type=_positive,
@@ -210,13 +231,13 @@ def _make_parser() -> argparse.ArgumentParser:
 def _refuse_misfits(parser: argparse.ArgumentParser, given: Arguments, num_ranks: int) -> None:
     """End in an error that names the option where values do not go together."""
     for case in given.cases:
-        if case not in CASES:
-            parser.error(f"argument CASE: {case!r} is none of {', '.join(CASES)}")
+        if case not in CASES + MORE_CASES:
+            parser.error(f"argument CASE: {case!r} is none of {', '.join(CASES + MORE_CASES)}")
     if given.max_tokens < given.min_tokens:
         parser.error(
             f"argument -e/--max-tokens: {given.max_tokens} is less than -b/--min-tokens {given.min_tokens}"
         )
-    if given.experts % num_ranks:
+    if given.experts % num_ranks and given.suite is None:
         parser.error(f"argument --experts: {given.experts} is not a multiple of the {num_ranks} ranks")
     if given.topk > given.experts and given.routing in ("random", "skewed"):
         parser.error(f"argument --topk: {given.topk} distinct experts out of --experts {given.experts}")
@@ -236,12 +257,7 @@ def _refuse_misfits(parser: argparse.ArgumentParser, given: Arguments, num_ranks
         parser.error(
             "argument --expert-alignment: rows of the rank layout are not padded; give --layout expert"
         )
-    if given.mode == "ll" and given.dtype not in ("bf16", "fp8"):
-        parser.error(f"argument --dtype: --mode ll is timed for bf16 and fp8, got {given.dtype}")
-    if given.mode == "ll" and (given.layout == "expert" or given.cached):
-        parser.error(
-            "argument --mode: ll has one layout and no cached routing; leave --layout and --cached out"
-        )
+    _refuse_low_latency_misfits(parser, given)
     for option, name in (("--json", given.json), ("--plot", given.plot)):
         if name is not None and not Path(name).absolute().parent.is_dir():
             parser.error(f"argument {option}: no folder to write {name!r} in")
@@ -250,6 +266,37 @@ def _refuse_misfits(parser: argparse.ArgumentParser, given: Arguments, num_ranks
             load_routing(Path(given.routing), given.topk, given.experts)
         except ValueError as error:
             parser.error(f"argument {error}")
+
+
+def _refuse_low_latency_misfits(parser: argparse.ArgumentParser, given: Arguments) -> None:
+    """The same, of what concerns low latency and the cases that are not dispatch or combine."""
+    is_ll, groups = given.mode == "ll", 512 if given.use_ue8m0 else 128
+    if is_ll and given.dtype not in ("bf16", "fp8"):
+        parser.error(f"argument --dtype: --mode ll is timed for bf16 and fp8, got {given.dtype}")
+    if is_ll and (given.layout == "expert" or given.cached):
+        parser.error(
+            "argument --mode: ll has one layout and no cached routing; leave --layout and --cached out"
+        )
+    if given.round_scale and not (is_ll and given.dtype == "fp8"):
+        option = "--use-ue8m0" if given.use_ue8m0 else "--round-scale"
+        parser.error(f"argument {option}: scales are made by --mode ll --dtype fp8 alone")
+    if given.use_logfmt and not is_ll:
+        parser.error("argument --use-logfmt: rows travel so in --mode ll alone")
+    if is_ll and given.hidden % groups and (given.dtype == "fp8" or given.use_logfmt):
+        parser.error(
+            f"argument --hidden: {given.hidden} is no multiple of {groups}, the columns of a scale or exponent"
+        )
+    if "overlap" in given.cases:
+        if not is_ll:
+            parser.error("argument CASE: overlap lives from hooks; give --mode ll")
+        if given.num_calls % 2:
+            parser.error(f"argument --calls: overlap has two micro-batches, got {given.num_calls} calls")
+        if given.baseline:
+            parser.error("argument --baseline: none has hooks to overlap by; leave it out with overlap")
+    if "first-call" in given.cases and (given.graph or given.cached or given.baseline):
+        parser.error(
+            "argument CASE: first-call is timed eagerly, uncached and alone; leave --graph, --cached and --baseline out"
+        )
 
 
 def _positive(text: str) -> int:

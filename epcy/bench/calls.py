@@ -97,18 +97,23 @@ class HighThroughput:
 class LowLatency:
     """``Buffer.low_latency_dispatch`` and ``Buffer.low_latency_combine``; the weights travel with the dispatch."""
 
-    def __init__(self, buf: Any, use_fp8: bool, reduction: str, zero_copy: bool) -> None:
-        self.buf, self.use_fp8, self.reduction, self.zero_copy = buf, use_fp8, reduction, zero_copy
+    def __init__(self, buf: Any, casts: dict[str, bool], ways: dict[str, Any]) -> None:
+        """`casts` and `ways`: what every dispatch and every combine is given."""
+        self.buf, self.casts, self.ways = buf, casts, ways
 
-    def dispatch(self, slot: Slot, handle: Any = None) -> Any:
+    def dispatch(self, slot: Slot, handle: Any = None, *, return_recv_hook: bool = False) -> Any:
         return self.buf.low_latency_dispatch(
-            slot.x[0], slot.topk_idx, slot.topk_weights, use_fp8=self.use_fp8
+            slot.x[0], slot.topk_idx, slot.topk_weights, return_recv_hook=return_recv_hook, **self.casts
         )
 
     def combine(self, y: Any, handle: Any, slot: Slot, out: Any) -> Any:
+        return self.buf.low_latency_combine(y, slot.topk_idx, None, handle, out=out, **self.ways)[0]
+
+    def send_back(self, y: Any, handle: Any, out: Any) -> Any:
+        """Begin a combine into `out`; return its hook. Collective."""
         return self.buf.low_latency_combine(
-            y, slot.topk_idx, None, handle, reduction=self.reduction, zero_copy=self.zero_copy, out=out
-        )[0]
+            y, None, None, handle, out=out, return_recv_hook=True, **self.ways
+        )[2]
 
     def handle(self, result: Any) -> Any:
         return result[2]

@@ -15,7 +15,8 @@ import numpy as np
 
 from epcy import reference
 from epcy.bench import draws
-from epcy.bench.workload import DTYPES, Shape, draw_topk_idx
+from epcy.bench.workload import DTYPES, Shape, draw_topk_idx, num_scales
+from epcy.logfmt import cast_from_logfmt, cast_to_logfmt
 
 COMBINED = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp8": "bf16"}  # what comes back for each payload
 
@@ -33,6 +34,21 @@ class Setting:
     reduction: str  # of low latency: "rank" or "source"
     rank: int
     size: int
+    round_scale: bool = False
+    use_ue8m0: bool = False
+    use_logfmt: bool = False
+
+    @property
+    def sent_row_bytes(self) -> int:
+        """Return the bytes of a row that dispatch moves, scales included."""
+        return self.shape.row_bytes - 3 * num_scales(self.shape.hidden) * self.use_ue8m0
+
+    @property
+    def returned_row_bytes(self) -> int:
+        """Return the bytes of a row that combine moves; LogFMT: 10 bits an element, an exponent for each 128."""
+        if self.use_logfmt:
+            return self.shape.hidden * 10 // 8 + num_scales(self.shape.hidden)
+        return self.shape.returned_row_bytes
 
 
 @dataclass(frozen=True)
@@ -102,10 +118,21 @@ class DataSet:
         if self.setting.mode == "ht" or self.setting.shape.dtype != "fp8":
             return parts
         xp = self.setting.xp
-        bits = parts[0].view(np.uint16)
-        x = (bits if xp is np else bits.get()).view(draws.BFLOAT16)
-        payload, scales = reference.cast_to_fp8(x)
+        payload, scales = reference.cast_to_fp8(
+            self._on_host(parts[0]), round_scale=self.setting.round_scale, use_ue8m0=self.setting.use_ue8m0
+        )
         return xp.asarray(payload), xp.asarray(scales)
+
+    def _on_host(self, rows: Any) -> Any:
+        """Return bfloat16 rows as an array of NumPy."""
+        bits = rows.view(np.uint16)
+        return (bits if self.setting.xp is np else bits.get()).view(draws.BFLOAT16)
+
+    def _arrived(self, rows: Any) -> Any:
+        """Return what rows are, in float32, after the way that they travel in a combine."""
+        if not self.setting.use_logfmt:
+            return draws.to_float32(self.setting.xp, rows)
+        return self.setting.xp.asarray(cast_from_logfmt(*cast_to_logfmt(self._on_host(rows)), draws.BFLOAT16))
 
     def output(self, rank: int, rows: Any) -> Any:
         """Draw what the experts of ``rank`` return for these rows."""
@@ -163,8 +190,12 @@ class DataSet:
         if setting.mode == "ll" and setting.reduction == "source":
             for lane in range(setting.shape.num_topk):
                 for rank in range(setting.size):
-                    self._add_lane(total, rank, lane, returned)
+                    self._add_lane(total, rank, lane, returned, self._arrived)
             return draws.round_to(xp, total, dtype)
+
+        def partial_of(rows: Any) -> Any:
+            return draws.to_float32(xp, rows)
+
         for rank in range(setting.size):
             if setting.mode == "ht" and setting.layout == "rank":
                 tokens, rows = self.routing.rows_at(me, rank)
@@ -172,16 +203,23 @@ class DataSet:
                 continue
             partial = xp.zeros_like(total)
             for lane in range(setting.shape.num_topk):
-                self._add_lane(partial, rank, lane, returned)
-            total += draws.to_float32(xp, draws.round_to(xp, partial, dtype))
+                self._add_lane(partial, rank, lane, returned, partial_of)
+            total += self._arrived(draws.round_to(xp, partial, dtype))
         return draws.round_to(xp, total, dtype)
 
-    def _add_lane(self, total: Any, rank: int, lane: int, returned: Callable[[int, Any, Any], Any]) -> None:
+    def _add_lane(
+        self,
+        total: Any,
+        rank: int,
+        lane: int,
+        returned: Callable[[int, Any, Any], Any],
+        in_float32: Callable[[Any], Any],
+    ) -> None:
         xp, me = self.setting.xp, self.setting.rank
         tokens = np.flatnonzero(self.routing.lanes_at(me, rank)[:, lane])
         if len(tokens) == 0:
             return
-        rows = draws.to_float32(xp, returned(rank, tokens, self.routing.lane_row[me][tokens, lane]))
+        rows = in_float32(returned(rank, tokens, self.routing.lane_row[me][tokens, lane]))
         rows *= self.topk_weights[:, lane][xp.asarray(tokens)][:, None]
         total[xp.asarray(tokens)] += rows
 

@@ -11,10 +11,9 @@ from typing import Any
 from mpi4py import MPI
 
 import epcy
-from epcy.bench import device_table, environment, links, nccl
+from epcy.bench import device_table, environment, links, nccl, table
 from epcy.bench.arguments import Arguments
 from epcy.bench.lines import Bench
-from epcy.bench.table import Row
 
 
 def run(
@@ -36,7 +35,7 @@ def run(
         names = tuple(dict.fromkeys(name for one in lines for name in one.baselines(backend)))
         names = names if bench.nccl is not None else ()
         say(device_table.heading(names))
-        rows: list[Row] = []
+        rows: list[table.Row] = []
         missing = set() if hasattr(epcy.Buffer, "low_latency_dispatch") else {"ll"}  # modes
         if missing & {one.mode for one in lines}:
             say("# --mode ll is left out: this build has no low-latency calls\n")
@@ -52,7 +51,7 @@ def run(
                     missing.add(one.mode)
                     say(f"# --mode ll is left out: {error or 'this backend does not have it yet'}\n")
                     continue
-                say(device_table.line(rows[-1], names))
+                say(device_table.line(rows[-1], names) + table.notes(rows[-1]))
                 if comm.rank == 0 and given.json is not None:
                     write(given.json, env, rates, rows)
                 free_pool(backend)
@@ -119,7 +118,7 @@ def say_heading(
         )
 
 
-def write(path: str, env: dict[str, Any], rates: dict[str, float] | None, rows: Sequence[Row]) -> None:
+def write(path: str, env: dict[str, Any], rates: dict[str, float] | None, rows: Sequence[table.Row]) -> None:
     """Write the file anew. Local."""
     shown = (
         None

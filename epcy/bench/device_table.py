@@ -5,7 +5,7 @@ from __future__ import annotations
 from epcy.bench.table import Row
 
 _COLUMNS = (  # heading, unit, width; the first is on the left
-    ("case", "", 50),
+    ("case", "", 56),
     ("tokens", "a rank", 7),
     ("SMs", "", 4),
     ("wire", "bytes", 10),
@@ -78,6 +78,10 @@ def what(row: Row) -> str:
         words.append(f"from {row.combine_from}")
     if row.reduction is not None:
         words.append(f"by {row.reduction}")
+    if row.use_ue8m0 or row.round_scale:
+        words.append("ue8m0" if row.use_ue8m0 else "round-scale")
+    if row.use_logfmt:
+        words.append("logfmt")
     if row.mode == "ll":
         words.append(f"E{row.experts}")
     words.append(f"graph/{row.calls}" if row.graph else f"eager/{row.calls}" if row.calls > 1 else "")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 import epcy
-from epcy.bench import table
+from epcy.bench import first_call, overlap, table
 from epcy.bench.arguments import Arguments
-from epcy.bench.calls import Calls, HighThroughput, LowLatency
 from epcy.bench.clocks import EventClock, GraphClock, HostClock, Measured, time_work
 from epcy.bench.cupy_baseline import CupyExchange
-from epcy.bench.datasets import DataSet, Setting, draw_sets
-from epcy.bench.measure import Bytes
+from epcy.bench.datasets import DataSet, draw_sets
+from epcy.bench.figures import count_bytes, figures
 from epcy.bench.nccl import AllToAll, Nccl
-from epcy.bench.workload import BUFFER_DTYPES, Shape
+from epcy.bench.settings import buffer_options, calls_of, setting_of, shape_of, what_of
 from epcy.bench.works import WORKS
 
 
@@ -54,13 +51,13 @@ class Bench:
 
     def measure(self, given: Arguments, case: str, num_tokens: int) -> table.Row:
         """Time and check one case at one size. Collective, blocking."""
-        shape = Shape(num_tokens, given.hidden, given.topk, given.experts, given.dtype)
+        if case == "first-call":  # its Buffers are its own
+            self.free_buffer()
+            return first_call.measure(self.comm, given, self.backend, num_tokens)
+        shape = shape_of(given, num_tokens)
         buf = self.get_buffer(**buffer_options(given, shape, self.comm.size))
-        xp, is_ll = buf.xp, given.mode == "ll"
-        setting = Setting(
-            xp, shape, given.routing, given.mode, given.layout, given.expert_alignment, given.reduction,
-            self.comm.rank, self.comm.size,
-        )  # fmt: skip
+        is_ll = given.mode == "ll"
+        setting = setting_of(given, shape, buf, self.comm)
         turns = case != "combine" and (given.graph or is_ll)
         sets = draw_sets(
             setting,
@@ -70,49 +67,36 @@ class Bench:
             fixed_routing=given.cached and case != "combine",
         )
         from_heap = given.combine_from == "heap"
-        calls: Calls
-        if is_ll:
-            calls = LowLatency(buf, given.dtype == "fp8", given.reduction, from_heap)
-        else:
-            worst = given.graph and not (given.cached and case != "combine")
-            calls = HighThroughput(
-                buf, given.layout, given.expert_alignment, buf.options["num_max_recv_tokens"] if worst else 0
-            )
+        worst = given.graph and not (given.cached and case != "combine")
+        calls = calls_of(given, buf, from_heap, buf.options["num_max_recv_tokens"] if worst else 0)
         gives_back = case == "roundtrip" and from_heap and not is_ll and given.dtype != "fp8"
-        work = WORKS[case](
-            calls,
-            sets,
-            num_calls=given.num_calls,
-            known=given.cached and case != "combine",
-            from_heap=from_heap and (is_ll or case == "combine"),
-            gives_back=gives_back,
-        )
+        how: dict[str, Any] = {
+            "num_calls": given.num_calls,
+            "known": given.cached and case != "combine",
+            "from_heap": from_heap and (is_ll or case == "combine"),
+            "gives_back": gives_back,
+        }
         waits = not is_ll and case != "combine" and not given.cached
-        clock = self._clock(buf, given, hidden=given.graph or not (is_ll or waits))
-        measured = time_work(self.comm, clock, work, given.runs, given.warmup, given.check)
+
+        def time(work: Any) -> Measured:
+            clock = self._clock(buf, given, hidden=given.graph or not (is_ll or waits))
+            return time_work(self.comm, clock, work, given.runs, given.warmup, given.check)
+
+        beside: dict[str, Any]
+        if case == "overlap":
+            work: Any = overlap.Overlap(calls, sets, inner=given.inner, **how)
+            measured, beside = overlap.measure(work, time)
+        else:
+            work = WORKS[case](calls, sets, **how)
+            measured = time(work)
+            beside = self._baselines(buf, given, case, sets, measured.times.us_p50)
         buf.check()
-        beside = self._baselines(buf, given, case, sets, measured.times.us_p50)
         in_array = not gives_back and not work.from_heap
         return table.Row(
-            case=case,
-            mode=given.mode,
-            backend=self.backend,
-            ranks=self.comm.size,
-            tokens=num_tokens,
-            hidden=given.hidden,
-            topk=given.topk,
-            experts=given.experts,
-            dtype=given.dtype,
-            layout=given.layout,
-            routing=os.path.basename(given.routing),
-            cached=given.cached,
-            graph=given.graph,
+            **what_of(given, case, num_tokens, self.backend, self.comm.size),
             num_sms=self._num_sms(buf, given, case),
-            runs=given.runs,
             wrong=measured.wrong,
-            expert_alignment=given.expert_alignment if given.layout == "expert" else None,
             combine_from=None if case == "dispatch" else "array" if in_array else "heap",
-            reduction=given.reduction if is_ll and case != "dispatch" else None,
             calls=given.num_calls,
             host_us_p50=measured.host_us_p50,
             num_late=measured.num_late,
@@ -181,70 +165,3 @@ class Bench:
             "speedup": first["speedup"],
             "baselines": tuple(found),
         }
-
-
-def buffer_options(given: Arguments, shape: Shape, num_ranks: int) -> dict[str, Any]:
-    """Return the options of a line's Buffer, with room for whatever the routing sends."""
-    options = {
-        "num_max_tokens_per_rank": shape.num_tokens,
-        "hidden": shape.hidden,
-        "num_experts": shape.num_experts,
-        "num_topk": shape.num_topk,
-        "dtype": BUFFER_DTYPES[shape.dtype],
-        "num_sms": given.num_sms,
-        "num_max_recv_tokens": max(num_ranks * shape.num_tokens, 1),
-    }
-    if given.mode == "ll":
-        return options | {"low_latency_mode": True, "num_max_low_latency_tokens_per_rank": shape.num_tokens}
-    if given.layout == "expert":
-        local = shape.num_experts // num_ranks
-        lanes = min(shape.num_topk, local) if given.routing in ("random", "skewed") else shape.num_topk
-        rows = num_ranks * shape.num_tokens * lanes + local * (given.expert_alignment - 1)
-        options["num_max_recv_tokens"] = max(rows, 1)
-    return options
-
-
-def count_bytes(case: str, sets: list[list[DataSet]]) -> Bytes:
-    """Count the bytes that one call moves, a rank: the mean over ranks and over the drawings that are timed."""
-    setting = sets[0][0].setting
-    shape, ranks = setting.shape, range(setting.size)
-    by_lane = setting.mode == "ll" or setting.layout == "expert"
-    wire, moved = [], []
-    for data in (one for of_generation in sets for one in of_generation):
-        back_by_lane = setting.mode == "ll" and setting.reduction == "source"
-        there, back, all_rows = (
-            np.array([[data.rows_between(s, d, every_lane) for d in ranks] for s in ranks])
-            for every_lane in (False, back_by_lane, by_lane)
-        )
-        away = [int(rows.sum() - rows.trace()) for rows in (there, back)]
-        row_bytes = [
-            shape.row_bytes if case != "combine" else 0,
-            shape.returned_row_bytes if case != "dispatch" else 0,
-        ]
-        wire.append(sum(n * one for n, one in zip(away, row_bytes, strict=True)) / setting.size)
-        moved.append(2 * int(all_rows.sum()) * sum(row_bytes) / setting.size)
-    return Bytes(wire=float(np.mean(wire)), moved=float(np.mean(moved)))
-
-
-def figures(
-    measured: Measured, moved: Bytes, peer_copy_gbps: float | None, floor_gbps: float | None
-) -> dict[str, Any]:
-    """Return the fields of a row that are worked out from times, bytes and rates."""
-    times = measured.times
-    gbps_wire = moved.wire / times.us_p50 / 1e3
-    floor_gbps = floor_gbps or peer_copy_gbps
-    floor_us = moved.wire / floor_gbps / 1e3 if floor_gbps and moved.wire else None
-    return {
-        "us_min": times.us_min,
-        "us_p50": times.us_p50,
-        "us_p99": times.us_p99,
-        "bytes_wire": round(moved.wire),
-        "gbps_wire": gbps_wire,
-        "bytes_moved": round(moved.moved),
-        "gbps_moved": moved.moved / times.us_p50 / 1e3,
-        "peer_copy_gbps": peer_copy_gbps,
-        "peer_copy_share": gbps_wire / peer_copy_gbps if peer_copy_gbps else None,
-        "floor_gbps": floor_gbps,
-        "floor_us": floor_us,
-        "over_floor": times.us_p50 / floor_us if floor_us else None,
-    }

@@ -1,4 +1,4 @@
-"""Sets of lines that are measured by one command: what `make bench-gpu` runs."""
+"""Sets of lines that are measured by one command: `make bench-gpu` runs figures, `make bench` decoding."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ DECODE = "--mode ll --hidden 7168 --topk 8"
 ALL = "--baseline cupy,nccl-alltoall"
 BARE = "--baseline nccl-alltoall"
 
-# Neighbours that need an equal Buffer share it.
+# Neighbours that need an equal Buffer share it. First calls come first: code is loaded once a process.
 FIGURES = (
+    f"first-call {PREFILL}",
+    f"first-call -b 128 -e 128 --experts 256 --dtype fp8 {DECODE}",
     f"dispatch {PREFILL} {ALL}",
     f"dispatch {PREFILL} --cached {ALL}",
     f"dispatch {PREFILL} --dtype fp8 {ALL}",
@@ -41,7 +43,25 @@ FIGURES = (
         )
         for graph in ("--graph " + BARE, "")
     ),
+    f"dispatch -b 128 -e 128 --experts 256 --dtype fp8 --use-ue8m0 {DECODE} --graph",
+    f"combine -b 128 -e 128 --experts 256 --use-logfmt {DECODE} --graph",
+    f"overlap -b 128 -e 128 --experts 256 --dtype fp8 {DECODE} --graph",
+    f"overlap -b 128 -e 128 --experts 256 --dtype bf16 {DECODE} --graph",
 )
+
+# What `make bench` measures of low latency: both backends have it.
+SMALL = "--mode ll --hidden 2048 --topk 8 --experts 64 -b 8 -e 128 -f 16"
+DECODING = (
+    "first-call --hidden 2048 --topk 8 --experts 64 -b 128 -e 128",
+    f"first-call --dtype fp8 {SMALL}",
+    f"dispatch combine roundtrip --dtype bf16 {SMALL}",
+    f"dispatch --dtype fp8 {SMALL}",
+    f"dispatch --dtype fp8 --use-ue8m0 {SMALL}",
+    f"combine --reduction source {SMALL}",
+    f"combine --use-logfmt {SMALL}",
+    f"overlap --dtype bf16 --calls 4 {SMALL}",
+)
+SETS = {"figures": FIGURES, "decoding": DECODING}
 
 
 def expand(given: Arguments, num_ranks: int) -> Sequence[Arguments]:
@@ -58,5 +78,5 @@ def expand(given: Arguments, num_ranks: int) -> Sequence[Arguments]:
             seed=given.seed,
             floor_gbps=given.floor_gbps,
         )
-        for line in FIGURES
+        for line in SETS[given.suite]
     )

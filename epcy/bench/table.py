@@ -59,6 +59,19 @@ class Row:
     over_floor: float | None = None
     host_us_p50: float | None = None
     num_late: int | None = None
+    round_scale: bool | None = None
+    use_ue8m0: bool | None = None
+    use_logfmt: bool | None = None
+    # of the case overlap: microseconds a call, and (sequence - overlapped) / communication
+    us_sequence_p50: float | None = None
+    us_communication_p50: float | None = None
+    hidden_share: float | None = None
+    inner: int | None = None
+    # of the case first-call: the first dispatch and combine of a Buffer, and the preparation itself
+    cold_us: float | None = None
+    warmed_us: float | None = None
+    preinitialized_us: float | None = None
+    warmup_us: float | None = None
     baselines: tuple[dict[str, Any], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -144,6 +157,31 @@ def line(row: Row) -> str:
     return (
         "  " + " ".join(f"{cell:>{column[2]}}" for cell, column in zip(cells, columns, strict=False)) + "\n"
     )
+
+
+def notes(row: Row) -> str:
+    """Return what a row says beside its line: comment lines, or nothing."""
+    if row.hidden_share is not None:
+        return (
+            f"#   us a call: in sequence {_short(row.us_sequence_p50)}, overlapped {_short(row.us_p50)}, communication "
+            f"alone {_short(row.us_communication_p50)}: {100 * row.hidden_share:.0f} % of it hidden\n"
+        )
+    firsts = (
+        ("cold", row.cold_us),
+        ("after warmup()", row.warmed_us),
+        ("preinitialize=True", row.preinitialized_us),
+        ("steady median", row.us_p50),
+    )
+    if row.cold_us is None:
+        return ""
+    lines = [
+        f"#   {name:<20}{us / 1e3:12.4f} ms{us:14.1f} us{us / row.us_p50:9.2f} x\n"
+        for name, us in firsts
+        if us is not None
+    ]
+    if row.warmup_us is not None:
+        lines.append(f"#   {'warmup() itself':<20}{row.warmup_us / 1e3:12.4f} ms{row.warmup_us:14.1f} us\n")
+    return "".join(lines)
 
 
 def _short(value: float | None) -> str:

@@ -105,8 +105,12 @@ class _WithOutput(Dispatch):
         shape = self.calls.output_shape(handle)
         rows = math.prod(shape[:-1])
         if self.array is None or len(self.array) < rows:
-            self.array = self.xp.zeros((max(rows, self.most_rows), shape[-1]), self.dtype)
+            self.take_array(max(rows, self.most_rows))
         return self.array[:rows].reshape(shape)
+
+    def take_array(self, rows: int) -> None:
+        """Have the array that the experts' output lies in, before the first call asks for it. Local."""
+        self.array = self.xp.zeros((rows, self.setting.shape.hidden), self.dtype)
 
     def fill(self, *arrays: Any) -> None:
         """Write the generation's output, the rows that hold a token alone."""

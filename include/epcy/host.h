@@ -167,6 +167,8 @@ extern "C" {
 int64_t epcy_host_control_bytes(const epcy_shape *shape);
 int epcy_host_open(epcy_host *h, double spin_us, int num_threads); /* 0, or an errno */
 void epcy_host_close(epcy_host *h);
+/* Look at every page of a range of a rank's memory, so that this process has them: nothing is changed. */
+void epcy_host_touch(const epcy_host *h, int64_t rank, int64_t offset, int64_t num_bytes);
 char *epcy_host_wire(const epcy_host *h, int64_t rank); /* what low_latency.c lays out */
 epcy_status *epcy_host_status(const epcy_host *h, int64_t rank);
 epcy_record *epcy_host_record(const epcy_host *h, int64_t rank, uint64_t epoch);

@@ -67,4 +67,8 @@ extern "C" int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_s
   return launch_combine(combine_rows<kBf16>, combine_rows<kFp16>, combine_rows<kFp32>, call, num_sms, stream);
 }
 
-int epcy_cuda_load_combine() { return allow_combine(combine_rows<kBf16>, combine_rows<kFp16>, combine_rows<kFp32>); }
+int epcy_cuda_load_combine() {
+  cudaFuncAttributes attributes;
+  const int error = cudaFuncGetAttributes(&attributes, stage_rows); // its code too
+  return error ? error : allow_combine(combine_rows<kBf16>, combine_rows<kFp16>, combine_rows<kFp32>);
+}

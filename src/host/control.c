@@ -60,6 +60,12 @@ uint64_t epcy_host_word(const epcy_host *h, int64_t rank, int word) {
 
 static epcy_bell *bell_of(const epcy_host *h, int64_t rank) { return (epcy_bell *)(h->base[rank] + BELL_AT); }
 
+void epcy_host_touch(const epcy_host *h, int64_t rank, int64_t offset, int64_t num_bytes) {
+  const volatile char *at = h->base[rank] + offset;
+  for (int64_t i = 0; i < num_bytes; i += EPCY_PAGE_BYTES) (void)at[i];
+  if (num_bytes > 0) (void)at[num_bytes - 1];
+}
+
 void epcy_host_store(epcy_host *h, int word, uint64_t value) {
   atomic_store_explicit(word_at(h, h->rank, word), value, memory_order_release);
   epcy_bell_fence();

@@ -100,3 +100,26 @@ def test_the_environment_and_the_links_are_recorded(measure, comm):
 )
 def test_no_low_latency_row_is_wrong(measure, options, graph):
     check(measure("--mode", "ll", *options, *graph), 6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["roundtrip", "--dtype", "fp8", "--use-ue8m0"],
+        ["roundtrip", "--dtype", "bf16", "--use-logfmt"],
+        ["overlap", "--dtype", "bf16", "--calls", "4", "--inner", "32"],
+        ["overlap", "--dtype", "fp8", "--calls", "4", "--inner", "32", "--graph"],
+        ["first-call", "--dtype", "fp8"],
+    ],
+    ids=" ".join,
+)
+def test_cases_of_decoding(measure, options):
+    written = measure("--mode", "ll", *options)
+    check(written, 2)
+    for row in written["rows"]:
+        assert (row["hidden_share"] is not None) == (row["case"] == "overlap")
+        assert (row["warmed_us"] is not None) == (row["case"] == "first-call")
+
+
+def test_first_calls_of_high_throughput(measure):
+    check(measure("first-call"), 2)

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from epcy.bench import suites
 from epcy.bench.__main__ import LOW_LATENCY, main
 
 SMALL = ["-b", "3", "-e", "12", "-f", "4", "-n", "3", "-w", "1", "--hidden", "256", "--topk", "2",
@@ -47,6 +48,45 @@ def test_no_row_is_wrong(comm, same, tmp_path, small, options):
         if "--baseline" in options:
             assert row["baseline_wrong"] == 0
             assert row["speedup"] == pytest.approx(row["baseline_us_p50"] / row["us_p50"], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["overlap", "--mode", "ll", "--calls", "4", "--inner", "16"],
+        ["first-call"],
+        ["first-call", "--mode", "ll", "--dtype", "fp8"],
+        ["dispatch", "combine", "--mode", "ll", "--use-logfmt"],
+        ["dispatch", "--mode", "ll", "--dtype", "fp8", "--round-scale"],
+    ],
+    ids=" ".join,
+)
+def test_cases_of_decoding(comm, same, tmp_path, capsys, small, options):
+    path = same(str(tmp_path / "rows.json"))
+    assert main([*options, *small, "--json", path]) == 0
+    out = capsys.readouterr().out
+    comm.Barrier()
+    with open(path, encoding="utf-8") as file:
+        written = json.load(file)
+    assert written["schema"] == 1 and all(row["wrong"] == 0 for row in written["rows"])
+    assert len(written["rows"]) == 2 * sum(
+        word in ("overlap", "first-call", "dispatch", "combine") for word in options
+    )
+    if comm.rank == 0 and options[0] == "overlap":
+        assert out.count("% of it hidden") == 2
+        assert all(row["hidden_share"] is not None for row in written["rows"])
+    if comm.rank == 0 and options[0] == "first-call":
+        assert out.count("after warmup()") == out.count("steady median") == 2
+        assert all(row["cold_us"] > 0 and row["preinitialized_us"] > 0 for row in written["rows"])
+
+
+def test_the_suite_of_decoding(comm, monkeypatch, capsys):
+    small = "--mode ll --hidden 512 --topk 2 --experts 24 -b 3 -e 3"
+    lines = [line.replace(suites.SMALL, small) for line in suites.DECODING]
+    lines[0] = "first-call --hidden 256 --topk 2 --experts 24 -b 3 -e 3"
+    monkeypatch.setitem(suites.SETS, "decoding", tuple(lines))
+    assert main(["--suite", "decoding", "--backend", "host", "-n", "2", "-w", "1"]) == 0
+    assert ("ll overlap bf16" in capsys.readouterr().out) == (comm.rank == 0)
 
 
 def test_recorded_routing(comm, same, tmp_path, small):

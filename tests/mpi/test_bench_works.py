@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import epcy
-from epcy.bench import lines
+from epcy.bench import lines, overlap, settings
 from epcy.bench.arguments import Arguments
 from epcy.bench.calls import HighThroughput
 from epcy.bench.clocks import HostClock, Run, prime, time_work
@@ -123,7 +123,7 @@ def test_a_wrong_bit_is_seen(comm, make_buffer, case, num_slots):
 def test_worst_case_calls_as_in_a_graph(comm, make_buffer, case, layout, from_heap):
     given = Arguments(hidden=272, topk=3, experts=4 * comm.size, layout=layout, expert_alignment=4)
     setting = setting_of(comm, np, given)
-    options = lines.buffer_options(given, setting.shape, comm.size)
+    options = settings.buffer_options(given, setting.shape, comm.size)
     buf = make_buffer(**options)
     sets = draw_sets(setting, 5, 2, 1 if case == "combine" else 3, False)
     calls = HighThroughput(buf, layout, 4, options["num_max_recv_tokens"])
@@ -159,3 +159,67 @@ def test_the_cupy_baseline_gives_the_same_bits(comm, make_buffer, case, dtype, r
 def test_no_low_latency_row_is_wrong(comm, bench, case, how):
     given = Arguments(mode="ll", runs=3, warmup=1, calls=4, hidden=256, topk=3, experts=4 * comm.size, **how)
     assert bench.measure(given, case, 11).wrong == 0
+
+
+@pytest.mark.host_only("low latency on a GPU is measured by tests/gpu/test_bench_gpu.py")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"dtype": "fp8", "round_scale": True},
+        {"dtype": "fp8", "round_scale": True, "use_ue8m0": True},
+        {"use_logfmt": True},
+        {"use_logfmt": True, "reduction": "source"},
+    ],
+    ids=str,
+)
+def test_no_row_of_a_low_latency_option_is_wrong(comm, bench, how):
+    given = Arguments(mode="ll", runs=3, warmup=1, calls=4, hidden=512, topk=3, experts=4 * comm.size, **how)
+    row = bench.measure(given, "roundtrip", 11)
+    assert row.wrong == 0
+    assert (row.round_scale, row.use_logfmt) == (
+        how.get("round_scale", False),
+        how.get("use_logfmt", False),
+    ) or (given.dtype == "bf16" and row.round_scale is None)
+
+
+@pytest.mark.host_only("low latency on a GPU is measured by tests/gpu/test_bench_gpu.py")
+@pytest.mark.parametrize(
+    "how", [{}, {"dtype": "fp8", "combine_from": "array"}, {"reduction": "source"}], ids=str
+)
+@pytest.mark.parametrize("calls", [2, 6])
+def test_overlap_moves_the_same_rows(comm, bench, how, calls):
+    given = Arguments(
+        mode="ll", runs=3, warmup=1, calls=calls, hidden=256, topk=3, experts=4 * comm.size, inner=8, **how
+    )
+    row = bench.measure(given, "overlap", 11)
+    assert row.wrong == 0 and row.inner == 8
+    assert row.hidden_share == pytest.approx((row.us_sequence_p50 - row.us_p50) / row.us_communication_p50)
+
+
+@pytest.mark.host_only("it needs no GPU")
+def test_a_wrong_bit_is_seen_behind_hooks(comm, make_buffer):
+    given = Arguments(mode="ll", calls=4, hidden=256, topk=3, experts=4 * comm.size)
+    setting = setting_of(comm, np, given)
+    buf = make_buffer(**settings.buffer_options(given, setting.shape, comm.size))
+    sets = draw_sets(setting, 5, 2, 3, False)
+    work = overlap.Overlap(settings.calls_of(given, buf, True, 0), sets, inner=8, num_calls=4, from_heap=True)
+    work.order = "overlapped"
+    assert time_work(comm, HostClock(buf), work, runs=3, warmup=1, check=True).wrong == 0
+    work.sums[-1][1].view(np.uint16)[-1, 7] ^= 1
+    assert work.wrong() == 1
+    buf.barrier()
+
+
+@pytest.mark.host_only("first calls of a GPU are measured by tests/gpu/test_bench_gpu.py")
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"dtype": "fp8"}, {"layout": "expert"}, {"mode": "ll"}, {"mode": "ll", "dtype": "fp8"}],
+    ids=str,
+)
+def test_first_calls_are_right(comm, bench, how):
+    given = Arguments(runs=3, warmup=1, hidden=256, topk=3, experts=4 * comm.size, **how)
+    row = bench.measure(given, "first-call", 11)
+    assert row.wrong == 0 and row.case == "first-call"
+    assert all(
+        us > 0 for us in (row.cold_us, row.warmed_us, row.preinitialized_us, row.warmup_us, row.us_p50)
+    )

@@ -1,5 +1,6 @@
 """The examples run, learn, and give the same with and without epcy, on any number of ranks."""
 
+import json
 import runpy
 import sys
 from contextlib import nullcontext
@@ -37,6 +38,47 @@ def test_overlap(comm, capsys, backend):
     assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]
     assert "overlapped and in sequence, the results are equal to the bit" in lines
     assert ("nothing is hidden" in lines[-1]) == (backend == "host")
+
+
+def test_double_batch(comm, same, tmp_path, capsys, backend):
+    import double_batch
+
+    path = same(str(tmp_path / "trace.json"))
+    sizes = "--layers 2 --tokens 5 --hidden 64 --inner 16 --experts 2 --topk 2 --runs 3"
+    double_batch.main([*sizes.split(), "--backend", backend, "--trace", path])
+    lines = capsys.readouterr().out.splitlines()
+    if comm.rank:
+        assert lines == []
+        return
+    assert lines[2].split()[-1] == "hidden" and lines[3].split()[-1] == "%"
+    assert "overlapped and in sequence, the results are equal to the bit" in lines
+    assert ("as far as the ranks really run at once" in lines[-1]) == (backend == "host")
+    with open(path, encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert processes == [
+        f"{order}, rank {rank}" for order in ("in sequence", "overlapped") for rank in range(comm.size)
+    ]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in spans)
+    for rank in range(comm.size):  # two layers of two micro-batches
+        by_name = {}
+        for event in spans:
+            if event["pid"] == comm.size + rank:
+                by_name.setdefault(event["name"], []).append(event)
+        assert {name: len(found) for name, found in by_name.items()} == dict.fromkeys(
+            (
+                f"{call} {half}"
+                for call in ("dispatch", "combine")
+                for half in ("send", "under way", "receive")
+            ),
+            4,
+        ) | {"dense": 4, "experts": 4}
+        b_experts = [e for e in by_name["experts"] if e["tid"] == 2]  # rows: a, a under way, b, b under way
+        flights = [e for e in by_name["combine under way"] if e["tid"] == 1]
+        for flight in flights:
+            end = flight["ts"] + flight["dur"]
+            assert any(flight["ts"] <= e["ts"] and e["ts"] + e["dur"] <= end for e in b_experts)
 
 
 def test_training_with_and_without_epcy_agrees(comm, same, tmp_path, monkeypatch, capsys, backend):

@@ -1,6 +1,7 @@
 """get_dispatch_layout, events, barrier, warmup and preinitialize, status pages, EPCY_* variables."""
 
 import os
+import resource
 import stat
 import time
 
@@ -9,7 +10,17 @@ import pytest
 
 import epcy
 from epcy import reference, status
-from mpi.cases import assert_bits, check_combine, check_dispatch, draw, mine, raised, to_device, to_host
+from mpi.cases import (
+    DTYPES,
+    assert_bits,
+    check_combine,
+    check_dispatch,
+    draw,
+    mine,
+    raised,
+    to_device,
+    to_host,
+)
 
 
 @pytest.mark.parametrize("ids", [np.int64, np.int32])
@@ -80,6 +91,44 @@ def test_warmup_keeps_areas_that_are_given_out(comm, make_buffer):
     y.fill(3)
     buf.warmup()
     assert (to_host(y).astype(np.float32) == 3).all()
+
+
+@pytest.mark.host_only("pages of this process")
+def test_no_new_page_after_warmup(comm, make_buffer):
+    """The first call of each kind finds every page that a balanced load takes, this rank's and the other ranks'."""
+    sizes = {"num_max_tokens_per_rank": 64, "hidden": 2048, "num_experts": 8 * comm.size, "num_topk": 4}
+    buf = make_buffer(low_latency_mode=True, preinitialize=True, **sizes)
+    # Expert e of all gets equally many tokens of every rank.
+    idx = (np.arange(64)[:, None] + np.arange(4) * 2 * comm.size) % (8 * comm.size)
+    x, weights = np.ones((64, 2048), DTYPES["bfloat16"]), np.ones((64, 4), np.float32)
+    x8 = np.ones((64, 2048), np.uint8), np.ones((64, 16), np.float32)
+    out = np.ones((64, 2048), DTYPES["bfloat16"])
+
+    def high_throughput(layout):
+        r = buf.dispatch(x, idx, weights, layout=layout)
+        y = buf.combine_input(r.handle)
+        y[...] = r.recv_x
+        buf.combine(y, r.handle, weights if layout == "expert" else None, out=out)
+
+    def low_latency(use_fp8, reduction):
+        recv_x, counts, handle, _, _ = buf.low_latency_dispatch(x, idx, weights, use_fp8=use_fp8)
+        y = buf.low_latency_combine_input(handle)
+        for expert, count in enumerate(counts):
+            y[expert, :count] = 1
+        buf.low_latency_combine(y, None, None, handle, zero_copy=True, reduction=reduction, out=out)
+
+    for kind in (
+        lambda: high_throughput("rank"),
+        lambda: high_throughput("expert"),
+        lambda: buf.dispatch(x8, idx),
+        lambda: low_latency(True, "rank"),
+        lambda: low_latency(False, "source"),
+    ):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        kind()
+        new = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        assert new < 30, new  # Python's own; without warmup() it is hundreds
+        comm.Barrier()
 
 
 # ---- status pages

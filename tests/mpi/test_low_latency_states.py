@@ -54,11 +54,19 @@ def test_without_the_mode(comm, make_buffer):
     buf.barrier()
 
 
-def test_options(comm, make, make_buffer):
+def test_options(comm, make, make_buffer, backend):
     buf = make(num_max_tokens_per_rank=300)
     assert buf.options["num_max_low_latency_tokens_per_rank"] == 256 and buf.low_latency_transport
     assert make().options["num_max_low_latency_tokens_per_rank"] == 16
-    buf = make(num_max_low_latency_tokens_per_rank=31, allow_nvlink_for_low_latency_mode=False)
+    without_nvlink = {"num_max_low_latency_tokens_per_rank": 31, "allow_nvlink_for_low_latency_mode": False}
+    if backend == "host":  # it has no NVLink to leave out
+        buf = make(**without_nvlink)
+        assert buf.low_latency_transport == "shared memory"
+    else:  # rows go by NVLink in this build, and are not sent another way unsaid
+        error = raised(lambda: make(**without_nvlink))
+        assert type(error) is epcy.NotSupportedError and "allow_nvlink_for_low_latency_mode" in str(error)
+        buf = make(num_max_low_latency_tokens_per_rank=31)
+        assert buf.low_latency_transport == "NVLink"
     sent = draw(1, comm.size, 31, num_experts=4 * comm.size)  # more than the other calls have room for
     handle, routing = check_dispatch(buf, sent)
     check_combine(buf, handle, routing, 1, dispatched=sent.weights)
@@ -70,6 +78,7 @@ def test_options(comm, make, make_buffer):
         num_topk=2,
         low_latency_mode=True,
         num_max_low_latency_tokens_per_rank=31,
+        backend=backend,
     )
     assert hint["low_latency"] >= 4 * 4 * comm.size * 31 * 1024
     assert hint["total"] == sum(hint[name] for name in ("control", "receive", "combine", "low_latency"))

@@ -8,7 +8,19 @@ import pytest
 MPI = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
 from epcy import reference  # noqa: E402
-from epcy.bench import arguments, datasets, device_table, draws, environment, lines, nccl, suites, works  # noqa: E402
+from epcy.bench import (  # noqa: E402
+    arguments,
+    datasets,
+    device_table,
+    draws,
+    environment,
+    figures,
+    nccl,
+    settings,
+    suites,
+    table,
+    works,
+)
 from epcy.bench.clocks import Measured  # noqa: E402
 from epcy.bench.datasets import DataSet, Received, Setting  # noqa: E402
 from epcy.bench.measure import Bytes, Times  # noqa: E402
@@ -148,7 +160,48 @@ def test_miscounted_rows_are_wrong():
     assert works.wrong_rows(np, Received([rows[:2]], None, lanes[0][:2], lanes[1][:2], 2), expected) == 3
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"round_scale": True},
+        {"round_scale": True, "use_ue8m0": True},
+        {"use_logfmt": True},
+        {"use_logfmt": True, "reduction": "source"},
+    ],
+    ids=str,
+)
+def test_expected_rows_and_sums_of_every_low_latency_option(how):
+    casts = {name: how[name] for name in ("round_scale", "use_ue8m0") if name in how}
+    dtype, reduction = "fp8" if casts else "bf16", how.get("reduction", "rank")
+
+    def setting_with(rank):
+        made = setting(rank=rank, mode="ll", hidden=512, dtype=dtype, reduction=reduction)
+        return dataclasses.replace(made, **how)
+
+    sets, xs = of_all_ranks(setting_with)
+    first = sets[0]
+    received, routing = reference.low_latency_dispatch(
+        xs, first.all_idx, num_experts=12, num_max_tokens_per_rank=9, use_fp8=dtype == "fp8", **casts
+    )
+    ways = {"use_logfmt": how.get("use_logfmt", False), "reduction": reduction}
+    ys = [first.output(rank, np.arange(4 * 27)).reshape(4, 27, 512) for rank in range(3)]
+    sums = reference.low_latency_combine(ys, routing, first.all_weights, **ways)
+    for rank, data in enumerate(sets):
+        recv_x = received[rank].recv_x
+        parts = list(recv_x) if isinstance(recv_x, tuple) else [recv_x]
+        got = Received([p.reshape(-1, p.shape[-1]) for p in parts], None, counts=received[rank].recv_count)
+        assert works.wrong_rows(np, got, data.received) == 0
+        assert data.sum_of_output.tobytes() == sums[rank].tobytes()
+
+
 # ---- bytes
+
+
+def test_rows_of_ue8m0_and_of_logfmt_are_smaller():
+    made = setting(mode="ll", hidden=512, dtype="fp8")
+    assert made.sent_row_bytes == 512 + 16 and made.returned_row_bytes == 1024
+    assert dataclasses.replace(made, round_scale=True, use_ue8m0=True).sent_row_bytes == 512 + 4
+    assert dataclasses.replace(made, use_logfmt=True).returned_row_bytes == 640 + 4
 
 
 def test_bytes_are_those_of_the_host_bench():
@@ -158,8 +211,8 @@ def test_bytes_are_those_of_the_host_bench():
     counted = [measure.count_rows(one.topk_idx, 4, rank, 3, "rank") for rank, one in enumerate(sets)]
     away = sum(row[1] for row in counted) / 3
     for case, there, back in (("dispatch", 1, 0), ("combine", 0, 1), ("roundtrip", 1, 1)):
-        assert lines.count_bytes(case, [[sets[0]]]).wire == pytest.approx(away * 544 * (there + back))
-    assert lines.count_bytes("dispatch", [[sets[0]]]).moved == pytest.approx(
+        assert figures.count_bytes(case, [[sets[0]]]).wire == pytest.approx(away * 544 * (there + back))
+    assert figures.count_bytes("dispatch", [[sets[0]]]).moved == pytest.approx(
         2 * 544 * sum(row[0] for row in counted) / 3
     )
 
@@ -168,10 +221,10 @@ def test_reduction_at_the_source_brings_every_lane_home():
     by_rank, _ = of_all_ranks(setting, mode="ll", hidden=256)
     by_source, _ = of_all_ranks(setting, mode="ll", reduction="source", hidden=256)
     lanes = sum(int((one.topk_idx // 4 != rank).sum()) for rank, one in enumerate(by_source)) / 3
-    assert lines.count_bytes("combine", [[by_source[0]]]).wire == pytest.approx(lanes * 512)
-    assert lines.count_bytes("combine", [[by_rank[0]]]).wire < lanes * 512
-    assert lines.count_bytes("dispatch", [[by_source[0]]]).wire == pytest.approx(
-        lines.count_bytes("combine", [[by_rank[0]]]).wire
+    assert figures.count_bytes("combine", [[by_source[0]]]).wire == pytest.approx(lanes * 512)
+    assert figures.count_bytes("combine", [[by_rank[0]]]).wire < lanes * 512
+    assert figures.count_bytes("dispatch", [[by_source[0]]]).wire == pytest.approx(
+        figures.count_bytes("combine", [[by_rank[0]]]).wire
     )
 
 
@@ -189,16 +242,27 @@ def test_nccl_moves_what_it_says():
 # ---- figures and the table
 
 
+def test_notes_say_what_is_hidden_and_what_first_calls_cost():
+    assert table.notes(make_row()) == ""
+    row = make_row(us_sequence_p50=130.0, us_communication_p50=40.0, hidden_share=0.75)
+    assert "75 % of it hidden" in table.notes(row) and "alone 40.00" in table.notes(row)
+    row = make_row(cold_us=25_000.0, warmed_us=110.0, preinitialized_us=105.0, warmup_us=3_000.0)
+    cold, warmed, preinitialized, steady, itself = table.notes(row).splitlines()
+    assert cold.split() == ["#", "cold", "25.0000", "ms", "25000.0", "us", "250.00", "x"]
+    assert warmed.split()[-2:] == ["1.10", "x"] and preinitialized.split()[-2:] == ["1.05", "x"]
+    assert steady.split()[-2:] == ["1.00", "x"] and itself.split()[-4:] == ["3.0000", "ms", "3000.0", "us"]
+
+
 def test_floor_is_the_wire_at_the_rate_of_a_copy():
     measured = Measured(Times(90.0, 100.0, 120.0), 11.0, 0, 0)
-    given = lines.figures(measured, Bytes(wire=20_000_000, moved=80_000_000), 400.0, None)
+    given = figures.figures(measured, Bytes(wire=20_000_000, moved=80_000_000), 400.0, None)
     assert given["gbps_wire"] == pytest.approx(200)
     assert given["peer_copy_share"] == pytest.approx(0.5)
     assert given["floor_us"] == pytest.approx(50)
     assert given["over_floor"] == pytest.approx(2)
-    given = lines.figures(measured, Bytes(wire=20_000_000, moved=80_000_000), 400.0, 200.0)
+    given = figures.figures(measured, Bytes(wire=20_000_000, moved=80_000_000), 400.0, 200.0)
     assert (given["floor_us"], given["floor_gbps"], given["peer_copy_gbps"]) == (100, 200, 400)
-    alone = lines.figures(measured, Bytes(wire=0, moved=80_000_000), None, None)
+    alone = figures.figures(measured, Bytes(wire=0, moved=80_000_000), None, None)
     assert alone["floor_us"] is alone["over_floor"] is alone["peer_copy_share"] is None
 
 
@@ -215,27 +279,20 @@ def test_device_table_columns_stand_under_their_headings(baselines):
     assert text.split()[-1] == "-"
 
 
-def test_every_line_says_what_it_measured():
+@pytest.mark.parametrize("suite", ["figures", "decoding"])
+def test_every_line_says_what_it_measured(suite):
     seen = set()
-    for given in suites.expand(arguments.parse(["--suite", "figures"], 2), 2):
+    for given in suites.expand(arguments.parse(["--suite", suite], 2), 2):
         for case in given.cases:
             row = make_row(
-                case=case,
-                mode=given.mode,
-                dtype=given.dtype,
-                cached=given.cached,
-                layout=given.layout,
-                graph=given.graph,
-                experts=given.experts,
+                **settings.what_of(given, case, given.min_tokens, "nvshmem", 2),
                 calls=given.num_calls,
-                expert_alignment=given.expert_alignment,
                 combine_from=None if case == "dispatch" else given.combine_from,
-                reduction=given.reduction if given.mode == "ll" and case != "dispatch" else None,
             )
             seen.add((device_table.what(row), given.min_tokens, given.num_sms))
-            assert len(device_table.what(row)) <= 50
+            assert len(device_table.what(row)) <= 56
     assert len(seen) == sum(
-        len(one.cases) for one in suites.expand(arguments.parse(["--suite", "figures"], 2), 2)
+        len(one.cases) for one in suites.expand(arguments.parse(["--suite", suite], 2), 2)
     )
 
 
@@ -248,10 +305,10 @@ def test_the_suite_takes_runs_and_seed_from_the_command_line():
 
 def test_a_buffer_has_room_for_what_comes():
     given = arguments.parse(["--layout", "expert", "--expert-alignment", "128", "--experts", "256"], 2)
-    options = lines.buffer_options(given, Shape(4096, 7168, 8, 256, "bf16"), 2)
+    options = settings.buffer_options(given, Shape(4096, 7168, 8, 256, "bf16"), 2)
     assert options["num_max_recv_tokens"] == 2 * 4096 * 8 + 128 * 127
     given = arguments.parse(["--mode", "ll"], 2)
-    options = lines.buffer_options(given, Shape(128, 7168, 8, 256, "fp8"), 2)
+    options = settings.buffer_options(given, Shape(128, 7168, 8, 256, "fp8"), 2)
     assert options["num_max_low_latency_tokens_per_rank"] == 128 and options["low_latency_mode"]
 
 

@@ -50,14 +50,45 @@ def test_low_latency_areas():
     hint = epcy.Buffer.size_hint(8, low_latency_mode=True, **sizes)
     rows = 8 * 8 * 256  # L * R * M'
     receive = up(up(up(rows * 14336, 128) + rows * 56 * 4, 128) + 8 * 8, 4096)
-    assert plain["low_latency"] == 0 and hint["low_latency"] == 2 * (receive + up(rows * 14336, 4096))
+    areas = 2 * (receive + up(rows * 14336, 4096))
+    # Slots of both calls, twice: a row of this rank's tokens, its lanes and scales.
+    assert (
+        plain["low_latency"] == 0 and areas + 2 * 256 * 14336 < hint["low_latency"] < areas + 2 * 256 * 16000
+    )
     assert hint["total"] == hint["control"] + hint["receive"] + hint["combine"] + hint["low_latency"]
+    assert hint["control"] == plain["control"]
     for options, text in (
         ({"num_max_low_latency_tokens_per_rank": 2**24, "hidden": 2**20}, "rows of"),
         ({"num_max_low_latency_tokens_per_rank": 2**24, "hidden": 8, "num_topk": 1024}, "lanes"),
     ):
         with pytest.raises(ArgumentError, match=f"num_max_low_latency_tokens_per_rank: .* {text}"):
             epcy.Buffer.size_hint(8, low_latency_mode=True, **{**sizes, **options})
+
+
+def test_nvshmem_without_cuda():
+    sizes = {"num_max_tokens_per_rank": 4096, "hidden": 7168, "num_experts": 64, "num_topk": 8}
+    host = epcy.Buffer.size_hint(8, low_latency_mode=True, **sizes)
+    hint = epcy.Buffer.size_hint(8, low_latency_mode=True, backend="nvshmem", **sizes)
+    assert hint["receive"] == host["receive"] and hint["combine"] == host["combine"]
+    # Lines of 128 bytes that carry 112 of a row: R M' rows come, M' max(R, K) rows or sums come back, LogFMT has room
+    # for 5 lines each 512 bytes; two sets of each.
+    lines = 8 * 256 * up(14336, 112) // 112 + 8 * 256 * 5 * 28
+    wire = hint["low_latency"] - 2 * (
+        up(up(up(16384 * 14336, 128) + 16384 * 56 * 4, 128) + 64, 4096) + 16384 * 14336
+    )
+    assert 2 * 128 * lines < wire < 2 * 128 * lines + 4 * 8 * 256 * 8 * 16 + 2**20
+    assert hint["total"] == hint["control"] + hint["receive"] + hint["combine"] + hint["low_latency"]
+    assert epcy.Buffer.size_hint(8, backend="nvshmem", **sizes)["low_latency"] == 0
+
+
+def test_a_backend_by_its_variable(monkeypatch):
+    sizes = {"num_max_tokens_per_rank": 16, "hidden": 512, "num_experts": 8, "num_topk": 2}
+    by_name = epcy.Buffer.size_hint(2, backend="nvshmem", **sizes)
+    assert by_name != epcy.Buffer.size_hint(2, **sizes) == epcy.Buffer.size_hint(2, backend="host", **sizes)
+    monkeypatch.setenv("EPCY_BACKEND", "nvshmem")
+    assert epcy.Buffer.size_hint(2, **sizes) == by_name
+    with pytest.raises(ArgumentError, match="backend: "):
+        epcy.Buffer.size_hint(2, backend="cuda", **sizes)
 
 
 def test_more_than_an_address_space():
