@@ -33,6 +33,30 @@ EPCY_DEVICE uint32_t load_local(const uint32_t *p) {
   return v;
 }
 
+// Loads of what no kernel that runs writes, issued where they stand: the compiler would move them to their first use,
+// behind another load that is waited for.
+EPCY_DEVICE uint4 load_early(const uint4 *p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+EPCY_DEVICE int64_t load_early(const int64_t *p) {
+  int64_t v;
+  asm volatile("ld.global.nc.s64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+EPCY_DEVICE int32_t load_early(const int32_t *p) {
+  int32_t v;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+EPCY_DEVICE uint32_t load_early(const uint32_t *p) { return (uint32_t)load_early((const int32_t *)p); }
+EPCY_DEVICE float load_early(const float *p) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define EPCY_HAS_BULK 1
 #endif
