@@ -168,7 +168,7 @@ struct LowLatency {
 struct Patience {
   uint32_t turn = 0, since = 0; // of 2^20 ns
   EPCY_DEVICE bool over(const LowLatency &s, bool waits, int phase, int peer, uint64_t seen) {
-    if ((++turn & 1023) != 0) return false;
+    if (!EPCY_RARELY((++turn & 1023) == 0)) return false;
     const uint32_t now = (uint32_t)(global_time_ns() >> 20);
     if (turn == 1024) since = now;
     const bool late = now - since > (uint32_t)(s.c.peers.timeout_ns >> 20);
@@ -182,7 +182,7 @@ EPCY_DEVICE bool LowLatency::wait_for_acks(uint64_t v) const {
   Patience patience;
   for (;;) {
     const bool waits = has_peer() && !allows((uint32_t)v);
-    if (!__any_sync(~0u, waits)) return true;
+    if (!EPCY_RARELY(__any_sync(~0u, waits))) return true;
     if (patience.over(*this, waits, EPCY_CUDA_ACKS, lane, v << 32)) return false;
     v = look_for_acks();
   }
@@ -192,13 +192,13 @@ EPCY_DEVICE int LowLatency::gather(ulonglong2 seen, int *tokens) const {
   Patience patience;
   for (;;) {
     const bool waits = has_peer() && !(is_now(seen.x) && is_now(seen.y));
-    if (!__any_sync(~0u, waits)) break;
+    if (!EPCY_RARELY(__any_sync(~0u, waits))) break;
     if (patience.over(*this, waits, EPCY_CUDA_HEADERS, lane, seen.x)) return EPCY_VERDICT_BROKEN;
     seen = look_for_headers();
   }
   *tokens = lane == c.rank ? c.num_tokens : has_peer() ? (int)(uint32_t)seen.x : 0;
   const uint32_t differs = has_peer() ? ((uint32_t)seen.y ^ c.header) & (EPCY_HEADER_COMPARED | EPCY_HEADER_REFUSED) : 0;
-  if (!__any_sync(~0u, differs)) return EPCY_VERDICT_OK;
+  if (!EPCY_RARELY(__any_sync(~0u, differs))) return EPCY_VERDICT_OK;
   return __any_sync(~0u, differs & EPCY_HEADER_REFUSED) ? EPCY_VERDICT_REFUSED : EPCY_VERDICT_MISMATCH;
 }
 

@@ -14,47 +14,52 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
   using By = Reduction<Dtype, Rows, Fast>;
   __shared__ typename Rows::Shared shared;
   __shared__ List lists[kWarps];
-  constexpr bool by_source = By::kHeader != 0;
+  constexpr bool by_source = By::kHeader != 0, pair = Fast && !by_source;
   const epcy_low_latency_call &c = a.call;
   const int lane = threadIdx.x & 31, b = blockIdx.x, G = gridDim.x, P = (int)c.num_parts.by;
-  const int R = Fast && !by_source ? 2 : c.num_ranks;
+  const int R = pair ? 2 : c.num_ranks;
   const bool sends = Fast || c.phases & EPCY_LOW_LATENCY_SEND, receives = Fast || c.phases & EPCY_LOW_LATENCY_RECEIVE;
   const bool keeps = sends && receives; // else this rank's own rows take the wire too, so that x may change in between
-  const bool first_warp = b == 0 && threadIdx.x < 32, weights = !Fast && gives_weights(a);
+  const bool first_warp = b == 0 && threadIdx.x < 32, given = !Fast && gives_weights(a);
+  const float *weights = given ? a.topk_weights : nullptr;
   List &list = lists[threadIdx.x >> 5];
+  auto after = [&](const LowLatency &s, int turn) { return pair ? c.rank ^ 1 : s.after(turn); };
 
   // The first item's lanes, those of the next source and of this rank, are loaded before anything is known of them.
   const LowLatency s(c, EPCY_LOW_LATENCY_COMBINE, sends ? nullptr : c.sent);
   const int first_turn = keeps ? 1 : 0, begin = quotient(b, c.num_parts), first = begin < c.max_tokens ? begin : 0;
   Lanes to_send, to_sum;
-  to_send.load<by_source>(a, s.after(R == 1 ? 0 : first_turn), first, false);
-  to_sum.load<by_source>(a, c.rank, first, true);
-  const uint64_t acks = sends ? s.look_for_acks() : 0;
+  to_send.load(c, after(s, R == 1 ? 0 : first_turn), first);
   const int tokens = sends && lane < R ? load_early(c.handle.tokens + lane) : 0;
-  int verdict = s.is_broken() ? EPCY_VERDICT_BROKEN : EPCY_VERDICT_OK, ignored;
+  const uint64_t acks = sends ? s.look_for_acks() : 0;
+  const bool broken = s.is_broken();
   uint2 held = make_uint2(0, 0);
   if (first_warp) held = s.look_for_held();
+  to_sum.load_own<by_source>(c, weights, first);
+  int verdict = broken ? EPCY_VERDICT_BROKEN : EPCY_VERDICT_OK, ignored;
   Rows::prepare(shared);
   __syncthreads(); // everybody has read the epoch
   if (sends) {
     if (first_warp) s.acknowledge(held);
     if (verdict != EPCY_VERDICT_OK || !s.wait_for_acks(acks)) verdict = EPCY_VERDICT_BROKEN;
     else if (first_warp) s.announce(c.num_tokens, c.header);
-    if (!by_source && weights && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
+    if (!by_source && given && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
       ByRank<Dtype, Rows, Fast>::send_weights(s, a);
       verdict = s.gather(s.look_for_headers(), &ignored);
     }
     const int items = verdict == EPCY_VERDICT_OK ? __reduce_max_sync(~0u, tokens) * P : 0;
 #pragma unroll 1
     for (int item = b, turn = first_turn; item < items && turn < R;) {
-      const int source = s.after(turn), t = quotient(item, c.num_parts), part = item - t * P;
+      const int source = after(s, turn), t = quotient(item, c.num_parts), part = item - t * P;
       const bool real = item < __shfl_sync(~0u, tokens, source) * P;
-      Lanes l = to_send;
       if (++turn == R) turn = first_turn, item += G;
-      if (item < items) to_send.load<by_source>(a, s.after(turn), quotient(item, c.num_parts), false);
-      if (!real) continue;
-      l.split(c);
-      if (l.here && !By::send(s, a, l, list, source, t, Rows(c, part, shared))) {
+      auto next = [&] {
+        if (EPCY_RARELY(item < items)) to_send.load(c, after(s, turn), quotient(item, c.num_parts));
+      };
+      to_send.split(c);
+      if (!real || !to_send.here) {
+        next();
+      } else if (!By::send(s, a, to_send, list, source, t, Rows(c, part, shared), next)) {
         verdict = EPCY_VERDICT_BROKEN;
         break;
       }
@@ -68,25 +73,27 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
     const bool real = item < items;
     const int t = real ? quotient(item, c.num_parts) : 0;
     const Rows rows(c, item - t * P, shared);
-    Lanes l = to_sum;
-    if (item + G < items) to_sum.load<by_source>(a, c.rank, quotient(item + G, c.num_parts), true);
-    l.split(c);
     By by;
     uint4 sum = nothing();
-    if (real) by.look(s, rows, l, t);
-    if (!by_source && keeps && real) sum = sum_rows<Dtype>(a, l, list, rows);
+    auto next = [&] {
+      if (EPCY_RARELY(item + G < items)) to_sum.load_own<by_source>(c, weights, quotient(item + G, c.num_parts));
+    };
+    to_sum.split(c);
+    if (real) by.look(s, rows, to_sum, t);
+    if (!by_source && keeps && real) sum = sum_rows<Dtype>(a, to_sum, list, rows, next);
     if (!gathered) {
       verdict = s.gather(s.look_for_headers(), &ignored);
       gathered = true;
-      if (verdict != EPCY_VERDICT_OK) {
+      if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) {
         if (first_warp && lane == 0) report(c, s.kind, s.epoch, verdict);
         break;
       }
     }
-    if (!real || !by.receive(s, a, l, t, rows, keeps, sum, &sum)) break;
+    if (!real || !by.receive(s, a, to_sum, t, rows, keeps, sum, &sum)) break;
     if (rows.has_data()) *(uint4 *)(a.out + (int64_t)t * c.row_bytes + rows.offset()) = sum;
+    if (by_source || !keeps) next();
   }
-  s.leave(c.phases, c.sent);
+  s.leave(Fast ? EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE : c.phases, c.sent);
 }
 
 template <bool Fast, template <int> class Format, template <int, typename, bool> class Reduction>

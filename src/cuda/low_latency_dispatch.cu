@@ -152,7 +152,7 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, S
       if (head) s.announce(T, c.header);
       if (head && lane == 0) {
         c.handle.found->has_bad = shared.bad != ~0u;
-        if (shared.bad != ~0u) tell_bad(a, s.epoch, shared.bad);
+        if (EPCY_RARELY(shared.bad != ~0u)) tell_bad(a, s.epoch, shared.bad);
       }
       own->item = b, own->source = c.rank, own->unit = v;
       own->words = make_ulonglong2(s.word(owner == c.rank ? place : kNowhere), s.word(__float_as_uint(in.weight)));
@@ -165,7 +165,7 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, S
       if (lane == 0) c.handle.ranks[t] = ranks;
     }
     item += G;
-    if (item >= items) return true;
+    if (!EPCY_RARELY(item < items)) return true;
     const int before = t;
     t = quotient(item, c.num_parts), part = item - t * P;
     in.load(a, t, part, true);
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
     if (blockIdx.x == 0 && threadIdx.x == 0 && verdict != EPCY_VERDICT_OK) report(c, s.kind, s.epoch, verdict);
     fails = verdict != EPCY_VERDICT_OK;
   }
-  if (__builtin_expect(fails, 0)) forget(a);
+  if (EPCY_RARELY(fails)) forget(a);
   s.leave(Phases, c.sent);
 }
 

@@ -39,7 +39,7 @@ EPCY_DEVICE bool place(const LowLatency &s, const epcy_low_latency_dispatch &a, 
   Patience patience;
   for (;;) {
     const bool waits = lane < K && !(s.is_now(x.words.x) && s.is_now(x.words.y));
-    if (!__any_sync(~0u, waits)) break;
+    if (!EPCY_RARELY(__any_sync(~0u, waits))) break;
     if (patience.over(s, waits, EPCY_CUDA_LINES, x.source, x.words.x)) return false;
     x.look_at_words(s);
   }
@@ -63,7 +63,7 @@ EPCY_DEVICE bool place(const LowLatency &s, const epcy_low_latency_dispatch &a, 
   const Seat seat(s.c, part);
   for (;;) {
     const bool waits = seat.late(x.unit, s.epoch);
-    if (!__any_sync(~0u, waits)) break;
+    if (!EPCY_RARELY(__any_sync(~0u, waits))) break;
     if (patience.over(s, waits, EPCY_CUDA_LINES, x.source, (uint64_t)x.unit.x << 32)) return false;
     x.look_at_unit(s);
   }
@@ -126,7 +126,7 @@ EPCY_DEVICE int receive(const LowLatency &s, const epcy_low_latency_dispatch &a,
         if (i != at && i < E) count = load_word(words + i);
         while (verdict != EPCY_VERDICT_BROKEN) {
           const bool waits = i < E && !s.is_now(count);
-          if (!__any_sync(~0u, waits)) break;
+          if (!EPCY_RARELY(__any_sync(~0u, waits))) break;
           if (patience.over(s, waits, EPCY_CUDA_COUNTS, quotient(i, s.c.num_local), count))
             verdict = EPCY_VERDICT_BROKEN;
           if (waits) count = load_word(words + i);

@@ -34,21 +34,28 @@ struct Lanes {
   uint32_t others; // on the way home: ranks that hold rows of the token; with reduction="source" as in the handle's lanes
   unsigned here, brings; // lanes with a row; those that name an expert first
 
-  template <bool BySource> EPCY_DEVICE void load(const epcy_low_latency_combine &a, int source, int t,
-                                            bool home) {
-    const epcy_low_latency_handle &h = a.call.handle;
-    const int lane = threadIdx.x & 31, K = a.call.num_topk, at = t * K + lane;
-    const int from = source * a.call.max_tokens * K + at;
-    row = -1, weight = 1.0f, others = BySource ? kNowhere : 0;
-    if (lane < K) {
-      row = load_early(h.rows + from);
-      weight = load_early(!home              ? h.weights + from
-                          : gives_weights(a)    ? a.topk_weights + at
-                          : BySource            ? h.lane_weights + at
-                                                : h.weights + from);
-    }
-    if (BySource && home && lane < K) others = load_early(h.lanes + at);
-    if (!BySource && home) others = load_early(h.ranks + t);
+  EPCY_DEVICE static int place(const epcy_low_latency_call &c, int source, int t) { // of the lane in the handle
+    return (source * c.max_tokens + t) * c.num_topk + (int)(threadIdx.x & 31);
+  }
+  // Those of a token of `source`.
+  EPCY_DEVICE void load(const epcy_low_latency_call &c, int source, int t) {
+    row = -1, weight = 1.0f;
+    if ((int)(threadIdx.x & 31) >= c.num_topk) return;
+    const int at = place(c, source, t);
+    row = load_early(c.handle.rows + at), weight = load_early(c.handle.weights + at);
+  }
+  // Those of a token of this rank.
+  template <bool BySource>
+  EPCY_DEVICE void load_own(const epcy_low_latency_call &c, const float *weights, int t) {
+    const int lane = threadIdx.x & 31, K = c.num_topk, at = t * K + lane;
+    row = -1, weight = 1.0f, others = kNowhere;
+    if (!BySource) others = load_early(c.handle.ranks + t);
+    if (lane >= K) return;
+    const int mine = place(c, c.rank, t);
+    row = load_early(c.handle.rows + mine);
+    if (BySource) others = load_early(c.handle.lanes + at);
+    if (weights) weight = load_early(weights + at);
+    else weight = load_early(BySource ? c.handle.lane_weights + at : c.handle.weights + mine);
   }
   EPCY_DEVICE void split(const epcy_low_latency_call &c) { // a handle whose dispatch failed may hold anything
     const bool valid = row >= 0 && (row & ~kRepeatedRow) < c.num_rows;
@@ -71,38 +78,50 @@ struct alignas(16) List {
     }
     __syncwarp();
   }
+  EPCY_DEVICE const List *after(int n) const { return (const List *)(row + n); } // the list without its first n
 };
 
-template <typename Rows> EPCY_DEVICE uint4 load_row(const epcy_low_latency_combine &a, int row, const Rows &rows) {
-  uint4 v = nothing();
-  if (rows.has_data()) v = load_early((const uint4 *)(a.x + (uint64_t)(uint32_t)row * a.call.row_bytes + rows.offset()));
-  return v;
+// Where a thread's payload is in row 0. Threads without one read what their neighbours do.
+template <typename Rows> EPCY_DEVICE const char *payload_of(const epcy_low_latency_combine &a, const Rows &rows) {
+  const char *y = a.x + (rows.has_data() ? rows.offset() : 0);
+  keep(y);
+  return y;
 }
-// Rows `first`, `first` + 1, ... of `n` in a list.
-template <typename Rows>
-EPCY_DEVICE void load_rows(const epcy_low_latency_combine &a, const List &list, int first, int n, const Rows &rows,
-                           uint4 *v) {
+EPCY_DEVICE const uint4 *in_row(const epcy_low_latency_combine &a, const char *y, int row) {
+  return (const uint4 *)(y + (uint64_t)(uint32_t)row * (uint32_t)a.call.row_bytes);
+}
+// The first `n` rows of a list, or the first kRows.
+EPCY_DEVICE void load_rows(const epcy_low_latency_combine &a, const int *rows, int n, const char *y, uint4 *v) {
 #pragma unroll
-  for (int j = 0; j < kRows; j++)
-    if (first + j < n) v[j] = load_row(a, list.row[first + j], rows);
+  for (int j = 0; j < kRows; j += 4) {
+    const int4 r = *(const int4 *)(rows + j);
+    v[j] = load_early_if(j < n, in_row(a, y, r.x));
+    v[j + 1] = load_early_if(j + 1 < n, in_row(a, y, r.y));
+    v[j + 2] = load_early_if(j + 2 < n, in_row(a, y, r.z));
+    v[j + 3] = load_early_if(j + 3 < n, in_row(a, y, r.w));
+  }
 }
 
-// A whole warp: this rank's rows of a token, weighted, summed in the order of the lanes, and rounded.
-template <int Dtype, typename Rows>
-EPCY_DEVICE uint4 sum_rows(const epcy_low_latency_combine &a, const Lanes &l, List &list, const Rows &rows) {
-  const int n = __popc(l.here);
+// A whole warp: this rank's rows of a token, weighted, summed in the order of the lanes, and rounded. `next` is called when
+// the lanes are no longer needed.
+template <int Dtype, typename Rows, typename Next>
+EPCY_DEVICE uint4 sum_rows(const epcy_low_latency_combine &a, const Lanes &l, List &list, const Rows &rows, Next next) {
   list.fill(l.here, l.row, __float_as_uint(l.weight));
+  const char *y = payload_of(a, rows);
   Sum<Dtype> sum;
+  const List *left = &list;
+  int n = __popc(l.here);
+  next();
 #pragma unroll 1
-  for (int first = 0; first < n; first += kRows) {
+  for (; n > 0; n -= kRows, left = left->after(kRows)) {
     uint4 v[kRows];
-    load_rows(a, list, first, n, rows, v);
+    load_rows(a, left->row, n, y, v);
 #pragma unroll
     for (int j = 0; j < kRows; j++) {
-      if (first + j >= n) break;
+      if (j >= n) break;
       float x[Sum<Dtype>::kElements];
       Vector<Dtype>::load(v[j], x);
-      sum.add(__uint_as_float(list.with[first + j]), x);
+      sum.add(__uint_as_float(left->with[j]), x);
     }
   }
   return sum.round();
@@ -120,7 +139,7 @@ EPCY_DEVICE bool wait_for_lines(const LowLatency &s, const Rows &rows, const uin
     for (int j = 0; j < N; j++)
       if (wire >> j & 1 && rows.late(s, v[j])) mine |= 1u << j;
     const unsigned any = __reduce_or_sync(~0u, mine);
-    if (!any) return true;
+    if (!EPCY_RARELY(any)) return true;
     if (patience.over(s, mine, EPCY_CUDA_LINES, peer, 0)) return false;
 #pragma unroll
     for (int j = 0; j < N; j++)
@@ -208,11 +227,12 @@ template <int Dtype, typename Rows, bool Pair> struct ByRank {
     if constexpr (Pair)
       if (ranks >> (s.c.rank ^ 1) & 1) at = s.sum(s.c.rank, slot(s, s.c.rank ^ 1, t)), rows.look(at, &theirs);
   }
-  // A whole warp: send its part of a token of `source`. False: gave up.
+  // A whole warp: send its part of a token of `source`; then, or before, call `next`. False: gave up.
+  template <typename Next>
   EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, List &list, int source,
-                               int t, const Rows &rows) {
+                               int t, const Rows &rows, Next next) {
     if (!Pair && gives_weights(a) && !receive_weights(s, source, t, l)) return false;
-    const uint4 sum = sum_rows<Dtype>(a, l, list, rows);
+    const uint4 sum = sum_rows<Dtype>(a, l, list, rows, next);
     rows.send(s, s.sum(source, slot(s, s.c.rank, t)), sum);
     return true;
   }
@@ -243,18 +263,22 @@ template <int Dtype, typename Rows, bool Pair> struct ByRank {
 template <int Dtype, typename Rows, bool> struct BySource {
   static constexpr uint32_t kHeader = EPCY_LOW_LATENCY_SOURCE;
   EPCY_DEVICE void look(const LowLatency &, const Rows &, const Lanes &, int) {}
+  template <typename Next>
   EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, List &list, int source,
-                               int t, const Rows &rows) {
-    const int n = __popc(l.brings);
+                               int t, const Rows &rows, Next next) {
     list.fill(l.brings, l.row, s.lane);
+    const char *y = payload_of(a, rows);
+    const List *left = &list;
+    int n = __popc(l.brings);
+    next();
 #pragma unroll 1
-    for (int first = 0; first < n; first += kRows) {
+    for (; n > 0; n -= kRows, left = left->after(kRows)) {
       uint4 v[kRows];
-      load_rows(a, list, first, n, rows, v);
+      load_rows(a, left->row, n, y, v);
 #pragma unroll
       for (int j = 0; j < kRows; j++) {
-        if (first + j >= n) break;
-        rows.send(s, s.sum(source, (uint32_t)t * s.c.num_topk + list.with[first + j]), v[j]);
+        if (j >= n) break;
+        rows.send(s, s.sum(source, (uint32_t)t * s.c.num_topk + left->with[j]), v[j]);
       }
     }
     return true;
@@ -269,9 +293,10 @@ template <int Dtype, typename Rows, bool> struct BySource {
     auto where = [&](int k) {
       return s.sum(s.c.rank, (uint32_t)t * K + (__shfl_sync(~0u, l.others, k) >> 8));
     };
+    const char *y = payload_of(a, rows);
     auto held = [&](int k) {
       const int row = __shfl_sync(~0u, l.row, k);
-      return l.here >> k & 1 ? load_row(a, row, rows) : nothing();
+      return l.here >> k & 1 ? load_early(in_row(a, y, row)) : nothing();
     };
     auto add = [&](int k, const float *x) { sum.add(__shfl_sync(~0u, l.weight, k), x); };
     if (!gather_lines(s, rows, which, which & ~mine, where, held, add)) return false;

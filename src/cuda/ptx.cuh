@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #define EPCY_DEVICE __device__ __forceinline__
+#define EPCY_RARELY(condition) __builtin_expect(condition, 0) // what follows it moves out of the way
 
 // ---- words that ranks exchange: one thread; relaxed unless named otherwise; 8-byte aligned
 EPCY_DEVICE uint64_t load_word(const uint64_t *p) {
@@ -40,6 +41,16 @@ EPCY_DEVICE uint4 load_early(const uint4 *p) {
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
+// Without a branch: nothing unless `wanted`.
+EPCY_DEVICE uint4 load_early_if(bool wanted, const uint4 *p) {
+  uint4 v;
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p), "r"((uint32_t)wanted));
+  return v;
+}
+// Have an address in registers from here on, instead of computing it again at every use.
+template <typename T> EPCY_DEVICE void keep(T *&p) { asm("" : "+l"(p)); }
 EPCY_DEVICE int64_t load_early(const int64_t *p) {
   int64_t v;
   asm volatile("ld.global.nc.s64 %0, [%1];" : "=l"(v) : "l"(p));
