@@ -69,6 +69,8 @@ struct LowLatency {
   EPCY_DEVICE uint32_t set() const { return epoch & 1; }
   EPCY_DEVICE uint64_t word(uint32_t value) const { return (uint64_t)epoch << 32 | value; }
   EPCY_DEVICE bool is_now(uint64_t v) const { return (uint32_t)(v >> 32) == epoch; }
+  // The block that speaks for its rank: the last one, which of few tokens has none to send.
+  EPCY_DEVICE bool is_head() const { return blockIdx.x == gridDim.x - 1; }
   EPCY_DEVICE bool has_peer() const { return lane < c.num_ranks && lane != c.rank; } // a lane a rank
   // The rank that comes `turn` after this one.
   EPCY_DEVICE int after(int turn) const {
@@ -147,7 +149,7 @@ struct LowLatency {
       for (int g = blockIdx.x + threadIdx.x * gridDim.x; g < EPCY_LOW_LATENCY_MAX_BLOCKS; g += kThreads * gridDim.x)
         mine->epoch[kind][g] = epoch;
     if (phases == (EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE)) return; // the next call acknowledges this one
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
+    if (is_head() && threadIdx.x == 0) {
       mine->held[kind][set()] = phases == EPCY_LOW_LATENCY_SEND ? epoch : 0;
       if (phases == EPCY_LOW_LATENCY_SEND) *sent = epoch;
     }

@@ -20,13 +20,14 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
   const int R = pair ? 2 : c.num_ranks;
   const bool sends = Fast || c.phases & EPCY_LOW_LATENCY_SEND, receives = Fast || c.phases & EPCY_LOW_LATENCY_RECEIVE;
   const bool keeps = sends && receives; // else this rank's own rows take the wire too, so that x may change in between
-  const bool first_warp = b == 0 && threadIdx.x < 32, given = !Fast && gives_weights(a);
+  const bool given = !Fast && gives_weights(a);
   const float *weights = given ? a.topk_weights : nullptr;
   List &list = lists[threadIdx.x >> 5];
   auto after = [&](const LowLatency &s, int turn) { return pair ? c.rank ^ 1 : s.after(turn); };
 
   // The first item's lanes, those of the next source and of this rank, are loaded before anything is known of them.
   const LowLatency s(c, EPCY_LOW_LATENCY_COMBINE, sends ? nullptr : c.sent);
+  const bool head = s.is_head() && threadIdx.x < 32; // the warp that speaks for this rank
   const int first_turn = keeps ? 1 : 0, begin = quotient(b, c.num_parts), first = begin < c.max_tokens ? begin : 0;
   Lanes to_send, to_sum;
   to_send.load(c, after(s, R == 1 ? 0 : first_turn), first);
@@ -34,15 +35,15 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
   const uint64_t acks = sends ? s.look_for_acks() : 0;
   const bool broken = s.is_broken();
   uint2 held = make_uint2(0, 0);
-  if (first_warp) held = s.look_for_held();
+  if (head) held = s.look_for_held();
   to_sum.load_own<by_source>(c, weights, first);
   int verdict = broken ? EPCY_VERDICT_BROKEN : EPCY_VERDICT_OK, ignored;
   Rows::prepare(shared);
   __syncthreads(); // everybody has read the epoch
   if (sends) {
-    if (first_warp) s.acknowledge(held);
+    if (head) s.acknowledge(held);
     if (verdict != EPCY_VERDICT_OK || !s.wait_for_acks(acks)) verdict = EPCY_VERDICT_BROKEN;
-    else if (first_warp) s.announce(c.num_tokens, c.header);
+    else if (head) s.announce(c.num_tokens, c.header);
     if (!by_source && given && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
       ByRank<Dtype, Rows, Fast>::send_weights(s, a);
       verdict = s.gather(s.look_for_headers(), &ignored);
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
   const int items = receives && verdict == EPCY_VERDICT_OK ? c.num_tokens * P : 0;
   bool gathered = !receives || verdict != EPCY_VERDICT_OK;
 #pragma unroll 1
-  for (int item = b; item < items || (first_warp && !gathered); item += G) {
+  for (int item = b; item < items || (head && !gathered); item += G) {
     const bool real = item < items;
     const int t = real ? quotient(item, c.num_parts) : 0;
     const Rows rows(c, item - t * P, shared);
@@ -79,13 +80,16 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
       if (EPCY_RARELY(item + G < items)) to_sum.load_own<by_source>(c, weights, quotient(item + G, c.num_parts));
     };
     to_sum.split(c);
-    if (real) by.look(s, rows, to_sum, t);
+    if (real) by.split(s, to_sum);
     if (!by_source && keeps && real) sum = sum_rows<Dtype>(a, to_sum, list, rows, next);
+    ulonglong2 headers;
+    if (!gathered) headers = s.look_for_headers();
+    if (real) by.look(s, rows, t);
     if (!gathered) {
-      verdict = s.gather(s.look_for_headers(), &ignored);
+      verdict = s.gather(headers, &ignored);
       gathered = true;
       if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) {
-        if (first_warp && lane == 0) report(c, s.kind, s.epoch, verdict);
+        if (head && lane == 0) report(c, s.kind, s.epoch, verdict);
         break;
       }
     }

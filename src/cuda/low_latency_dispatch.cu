@@ -89,7 +89,7 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, S
   const epcy_low_latency_call &c = a.call;
   const int lane = s.lane, warp = threadIdx.x >> 5, b = blockIdx.x, G = gridDim.x;
   const int K = c.num_topk, E = c.num_experts, P = (int)c.num_parts.by, T = c.num_tokens, items = T * P;
-  const bool clerk = warp == kClerk, head = clerk && b == 0;
+  const bool clerk = warp == kClerk, head = clerk && s.is_head();
   int item = b, t = quotient(item, c.num_parts), part = item - t * P;
   Input<From> in;
   in.load(a, t, part, item < items);
@@ -108,7 +108,7 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, S
 
   for (int end = T, mid = t;; end = mid = t) {
     const bool first = item == b, real = item < items;
-    ids.count(a, end, mid, hist, first && b == 0 ? &shared.bad : nullptr);
+    ids.count(a, end, mid, hist, first && s.is_head() ? &shared.bad : nullptr);
     if constexpr (From != kBytes) {
       uint4 out;
       float scale;
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
   bool fails;
   if constexpr (sends) {
     fails = !send<From, keeps>(s, a, shared, dynamic, &own);
-    if (fails && blockIdx.x == 0 && threadIdx.x == 0) c.handle.found->has_bad = 0;
+    if (fails && s.is_head() && threadIdx.x == 0) c.handle.found->has_bad = 0;
   } else {
     fails = __syncthreads_or(s.is_broken());
   }

@@ -36,12 +36,18 @@ struct Way {
 EPCY_DEVICE bool place(const LowLatency &s, const epcy_low_latency_dispatch &a, const int *counts, Arrival &x) {
   const int lane = s.lane, K = s.c.num_topk, L = (int)s.c.num_local.by;
   const int t = quotient(x.item, s.c.num_parts), part = x.item - t * (int)s.c.num_parts.by;
+  const Seat seat(s.c, part);
   Patience patience;
-  for (;;) {
-    const bool waits = lane < K && !(s.is_now(x.words.x) && s.is_now(x.words.y));
-    if (!EPCY_RARELY(__any_sync(~0u, waits))) break;
-    if (patience.over(s, waits, EPCY_CUDA_LINES, x.source, x.words.x)) return false;
-    x.look_at_words(s);
+  for (;;) { // for both together: if the lanes say that nothing comes, there is no unit to wait for
+    const bool unknown = lane < K && !(s.is_now(x.words.x) && s.is_now(x.words.y));
+    const bool comes = lane < K && (uint32_t)x.words.x != kNowhere, late = seat.late(x.unit, s.epoch);
+    const bool any_unknown = __any_sync(~0u, unknown), any_late = __any_sync(~0u, late);
+    if (!EPCY_RARELY(any_unknown || any_late)) break;
+    if (!any_unknown && !__any_sync(~0u, comes)) break;
+    if (patience.over(s, unknown || late, EPCY_CUDA_LINES, x.source, unknown ? x.words.x : (uint64_t)x.unit.x << 32))
+      return false;
+    if (any_unknown) x.look_at_words(s);
+    if (any_late) x.look_at_unit(s);
   }
   const uint32_t place = (uint32_t)x.words.x;
   const bool here = lane < K && place != kNowhere, repeated = place & kRepeated;
@@ -59,14 +65,6 @@ EPCY_DEVICE bool place(const LowLatency &s, const epcy_low_latency_dispatch &a, 
   }
   if (repeated) row = -1; // an earlier lane brings it
   if (!__any_sync(~0u, row >= 0)) return true;
-
-  const Seat seat(s.c, part);
-  for (;;) {
-    const bool waits = seat.late(x.unit, s.epoch);
-    if (!EPCY_RARELY(__any_sync(~0u, waits))) break;
-    if (patience.over(s, waits, EPCY_CUDA_LINES, x.source, (uint64_t)x.unit.x << 32)) return false;
-    x.look_at_unit(s);
-  }
   const int line = threadIdx.x >> 3, scale = part * a.part_scales + line;
   const bool has_scale = seat.is_tail && a.recv_scales && line < a.part_scales && scale < a.num_scales;
   char *to = seat.is_tail ? (char *)(a.recv_scales + scale) : a.recv_x + seat.offset;
@@ -99,49 +97,47 @@ EPCY_DEVICE void tell_counts(const epcy_low_latency_dispatch &a, const int *coun
   }
 }
 
-// All threads: receive this block's items of every rank. `mine`: one of this rank that did not take the wire, if `kept`.
+// All threads: receive this block's items of every rank. `now`: one of this rank that did not take the wire, if `kept`.
 // What the call comes to; of use is nothing unless it is well.
 EPCY_DEVICE int receive(const LowLatency &s, const epcy_low_latency_dispatch &a, int *counts, Arrival now, bool kept,
                         bool keeps) {
-  const int lane = s.lane, E = s.c.num_experts, P = (int)s.c.num_parts.by, at = threadIdx.x;
+  const int lane = s.lane, E = s.c.num_experts, at = threadIdx.x;
   const uint64_t *words = s.counts(s.c.rank, 0);
-  ulonglong2 headers = s.look_for_headers();
+  const ulonglong2 headers = s.look_for_headers();
   uint64_t count = at < E ? load_word(words + at) : 0;
-  int tokens = lane < s.c.num_ranks ? s.c.max_tokens : 0; // no more than that; known when the headers are here
+  int tokens, verdict = s.gather(headers, &tokens);
+  Patience patience;
+#pragma unroll 1
+  for (int i = at; i - lane < E; i += kThreads) {
+    if (i != at && i < E) count = load_word(words + i);
+    for (;;) {
+      const bool waits = i < E && !s.is_now(count);
+      if (verdict == EPCY_VERDICT_BROKEN || !EPCY_RARELY(__any_sync(~0u, waits))) break;
+      if (patience.over(s, waits, EPCY_CUDA_COUNTS, quotient(i, s.c.num_local), count)) verdict = EPCY_VERDICT_BROKEN;
+      if (waits) count = load_word(words + i);
+    }
+    if (i < E) counts[i] = (int)(uint32_t)count;
+  }
+  if (__syncthreads_or(verdict == EPCY_VERDICT_BROKEN)) verdict = EPCY_VERDICT_BROKEN;
+  if (blockIdx.x == 0 && at == 0) s.c.handle.found->verdict = verdict;
+  if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) return verdict;
+
+  // Rows come with the counts, so this is the time to look for them: one item ahead of the one that is worked on.
   Way way = {(int)blockIdx.x, keeps ? 0 : -1, 0};
-  bool here = kept, first = true;
+  bool here = kept, told = false;
   for (;;) {
     Arrival next;
     const bool more = way.next(s, tokens);
-    if (more) { // look for it before this one is worked on
+    if (more) {
       next.item = way.item, next.source = way.source;
       next.words = make_ulonglong2(0, 0), next.unit = make_uint4(0, 0, 0, 0);
       next.look_at_words(s), next.look_at_unit(s);
     }
-    if (first) {
-      int verdict = s.gather(headers, &tokens);
-      Patience patience;
-#pragma unroll 1
-      for (int i = at; i - lane < E; i += kThreads) {
-        if (i != at && i < E) count = load_word(words + i);
-        while (verdict != EPCY_VERDICT_BROKEN) {
-          const bool waits = i < E && !s.is_now(count);
-          if (!EPCY_RARELY(__any_sync(~0u, waits))) break;
-          if (patience.over(s, waits, EPCY_CUDA_COUNTS, quotient(i, s.c.num_local), count))
-            verdict = EPCY_VERDICT_BROKEN;
-          if (waits) count = load_word(words + i);
-        }
-        if (i < E) counts[i] = (int)(uint32_t)count;
-      }
-      if (__syncthreads_or(verdict == EPCY_VERDICT_BROKEN)) verdict = EPCY_VERDICT_BROKEN;
-      if (blockIdx.x == 0 && at == 0) s.c.handle.found->verdict = verdict;
-      if (verdict != EPCY_VERDICT_OK) return verdict;
-    }
+    if (!told) tell_counts(a, counts);
+    told = true;
     if (here && !place(s, a, counts, now)) return EPCY_VERDICT_BROKEN;
-    if (first) tell_counts(a, counts);
-    here = more && way.item < __shfl_sync(~0u, tokens, way.source) * P; // the first was looked for on the off chance
     if (!more) break;
-    now = next, first = false;
+    now = next, here = true;
   }
   if (blockIdx.x == 0 && at < s.c.num_ranks) s.c.handle.tokens[lane] = tokens;
   return EPCY_VERDICT_OK;

@@ -221,9 +221,11 @@ template <int Dtype, typename Rows, bool Pair> struct ByRank {
   }
   EPCY_DEVICE static uint32_t slot(const LowLatency &s, int from, int t) { return from * s.c.max_tokens + t; }
 
-  // On the way home, before anything that takes time.
-  EPCY_DEVICE void look(const LowLatency &s, const Rows &rows, const Lanes &l, int t) {
+  // On the way home, of a token whose lanes are `l`; and a first look at what comes.
+  EPCY_DEVICE void split(const LowLatency &s, const Lanes &l) {
     ranks = l.others & (0xFFFFFFFFu >> (32 - s.c.num_ranks));
+  }
+  EPCY_DEVICE void look(const LowLatency &s, const Rows &rows, int t) {
     if constexpr (Pair)
       if (ranks >> (s.c.rank ^ 1) & 1) at = s.sum(s.c.rank, slot(s, s.c.rank ^ 1, t)), rows.look(at, &theirs);
   }
@@ -262,7 +264,8 @@ template <int Dtype, typename Rows, bool Pair> struct ByRank {
 // ---- reduction="source": every row travels
 template <int Dtype, typename Rows, bool> struct BySource {
   static constexpr uint32_t kHeader = EPCY_LOW_LATENCY_SOURCE;
-  EPCY_DEVICE void look(const LowLatency &, const Rows &, const Lanes &, int) {}
+  EPCY_DEVICE void split(const LowLatency &, const Lanes &) {}
+  EPCY_DEVICE void look(const LowLatency &, const Rows &, int) {}
   template <typename Next>
   EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, List &list, int source,
                                int t, const Rows &rows, Next next) {
