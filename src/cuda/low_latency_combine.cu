@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
   to_send.load(c, after(s, R == 1 ? 0 : first_turn), first);
   const int tokens = sends && lane < R ? load_early(c.handle.tokens + lane) : 0;
   const uint64_t acks = sends ? s.look_for_acks() : 0;
-  const bool broken = s.is_broken();
+  const uint32_t broken = load_local(c.broken);
   uint2 held = make_uint2(0, 0);
   if (head) held = s.look_for_held();
   to_sum.load_own<by_source>(c, weights, first);

@@ -26,7 +26,7 @@ struct Shared {
 template <int From> struct Input {
   Caster<From == kBytes ? kBf16 : From> raw;
   uint4 unit;
-  int64_t id; // of lane `lane`; -1: unused
+  Id id; // of lane `lane`
   float weight;
 
   EPCY_DEVICE void load(const epcy_low_latency_dispatch &a, int t, int part, bool real) {
@@ -41,9 +41,9 @@ template <int From> struct Input {
       raw.clear();
       if (real && threadIdx.x < kCasters && at * 16 < a.call.row_bytes) raw.load(row, at);
     }
-    id = -1, weight = 1.0f;
+    id.low = id.high = -1, weight = 1.0f;
     if (real && lane < K) {
-      id = raw_id(a, t * K + lane);
+      id.load(a, t * K + lane);
       if (a.topk_weights) weight = load_early(a.topk_weights + t * K + lane);
     }
   }
@@ -75,7 +75,8 @@ __device__ __noinline__ void forget(const epcy_low_latency_dispatch &a) {
 __device__ __noinline__ void tell_bad(const epcy_low_latency_dispatch &a, uint32_t epoch, unsigned first) {
   const int64_t at = first, K = a.call.num_topk;
   epcy_low_latency_found *found = a.call.handle.found;
-  found->bad_token = at / K, found->bad_lane = at % K, found->bad_value = raw_id(a, (int)first);
+  found->bad_token = at / K, found->bad_lane = at % K;
+  found->bad_value = a.is_int64 ? ((const int64_t *)a.topk_idx)[first] : ((const int32_t *)a.topk_idx)[first];
   epcy_cuda_bad *bad = &a.call.peers.report->bad[0];
   if (bad->epoch) return;
   bad->token = at / K, bad->lane = at % K, bad->value = found->bad_value;
@@ -97,8 +98,8 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, S
   ids.load(a, 0, T);
   uint64_t acks = 0;
   uint2 held = make_uint2(0, 0);
-  bool fails = false;
-  if (clerk) acks = s.look_for_acks(), fails = s.is_broken();
+  uint32_t broken = 0;
+  if (clerk) acks = s.look_for_acks(), broken = load_local(c.broken);
   if (head) held = s.look_for_held();
 #pragma unroll 1
   for (int i = threadIdx.x; i < 2 * E; i += kThreads) hist[i] = 0;
@@ -118,9 +119,9 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, S
         if (threadIdx.x % 8 == 0) shared.scale[threadIdx.x / 8] = scale;
       }
     }
-    const int id = checked_id(in.id, E), owner = id < 0 ? -1 : quotient(id, c.num_local);
+    const int id = in.id.checked(a), owner = id < 0 ? -1 : quotient(id, c.num_local);
     const unsigned same = __match_any_sync(~0u, id), ranks = __reduce_or_sync(~0u, id < 0 ? 0u : 1u << owner);
-    if (clerk && first) fails = fails || !s.wait_for_acks(acks);
+    const bool fails = clerk && first && (broken || !s.wait_for_acks(acks));
     if (__syncthreads_or(fails)) return false;
 
     const bool by_wire = !Keeps || !first;
