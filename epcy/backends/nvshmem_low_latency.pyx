@@ -110,7 +110,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             self.combine_params.call.max_blocks = blocks
             self.blocks = Blocks(self.pool, epcy_low_latency_handle_layout(&self.shape, NULL, &nowhere))
         finally:
-            epcy_cuda_set_device(previous, NULL)
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
 
     def refuse_sizes(self, dict shape, dict options):
         """What this build cannot do; the same on every rank."""
@@ -235,7 +236,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                 self.low_latency.has_received(LOW_LATENCY_DISPATCH)
             return self.low_latency.result(call, handle, event)
         finally:
-            epcy_cuda_set_device(previous, NULL)
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
 
     cdef int low_latency_dispatch_receive(self, LowLatencyDispatchCall call, LowLatencyHandle given) except -1:
         cdef CudaLowLatencyHandle handle = given
@@ -254,7 +256,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             handle.received = True
             return self.received_oldest(LOW_LATENCY_DISPATCH)
         finally:
-            epcy_cuda_set_device(previous, NULL)
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
 
     # ---- combine --------------------------------------------------------------------------------------------
 
@@ -301,7 +304,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                 self.low_latency.has_received(LOW_LATENCY_COMBINE)
             return event
         finally:
-            epcy_cuda_set_device(previous, NULL)
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
 
     cdef int low_latency_combine_receive(self, LowLatencyCombineCall call) except -1:
         cdef CudaLowLatencyHandle handle = call.handle
@@ -317,7 +321,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             self.low_latency.leave_input(call)
             return self.received_oldest(LOW_LATENCY_COMBINE)
         finally:
-            epcy_cuda_set_device(previous, NULL)
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
 
     # ---- refusals and life ------------------------------------------------------------------------------------
 
@@ -339,7 +344,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             event.record(self.own_stream)
             self.last, self.last_stream = event, self.own_stream
         finally:
-            epcy_cuda_set_device(previous, NULL)
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
 
     def reset(self):
         NvshmemBackend.reset(self)
