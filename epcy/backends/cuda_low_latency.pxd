@@ -37,35 +37,35 @@ cdef extern from "epcy/low_latency.h" nogil:
         int64_t *counts
 
     ctypedef struct epcy_low_latency_call:
-        epcy_peers peers
+        int32_t num_tokens, phases, dtype, max_blocks
+        uint32_t header
+        uint32_t *sent
         epcy_low_latency_wire wire
         epcy_low_latency_handle handle
-        uint32_t *sent
-        uint32_t header
-        int32_t phases, num_tokens, dtype
-        int64_t row_bytes
-        int32_t num_lines, num_parts, max_blocks
+        epcy_peers peers
 
     ctypedef struct epcy_low_latency_dispatch:
-        epcy_low_latency_call call
         const char *x
+        int64_t x_stride_bytes
         const void *topk_idx
         const float *topk_weights
         char *recv_x
         uint32_t *recv_scales
         int64_t *recv_count
         void *stats
-        int64_t x_stride_bytes
         int32_t is_int64, stats_is_int64, num_scales, part_scales
+        epcy_low_latency_call call
 
     ctypedef struct epcy_low_latency_combine:
-        epcy_low_latency_call call
         const char *x
         const float *topk_weights
         char *out
+        epcy_low_latency_call call
 
     epcy_low_latency_wire epcy_low_latency_wire_layout(const epcy_shape *shape, int64_t begin)
     int64_t epcy_low_latency_handle_layout(const epcy_shape *shape, char *base, epcy_low_latency_handle *handle)
+    void epcy_low_latency_constants(epcy_low_latency_call *call)
+    void epcy_low_latency_rows(epcy_low_latency_call *call, int64_t row_bytes)
     int epcy_cuda_low_latency_dispatch_blocks(const epcy_shape *shape, int *blocks)
     int epcy_cuda_low_latency_combine_blocks(const epcy_shape *shape, int *blocks)
     int epcy_cuda_launch_low_latency_dispatch(const epcy_low_latency_dispatch *call, void *stream)

@@ -48,7 +48,6 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
     cdef int may_step(self, int kind) except -1
     cdef uint64_t step_of(self, int kind, bint return_recv_hook) noexcept
     cdef int received_oldest(self, int kind) except -1
-    cdef int fill_rows(self, epcy_low_latency_call *c, int kind, int64_t row_bytes, int phases) noexcept
     cdef CudaLowLatencyHandle make_low_latency_handle(self, LowLatencyDispatchCall call)
     cdef int launch_dispatch(self, LowLatencyDispatchCall call, CudaLowLatencyHandle handle, int phases,
                              uintptr_t stream) except -1

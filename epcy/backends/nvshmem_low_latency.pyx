@@ -110,7 +110,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             self.combine_params.call.max_blocks = blocks
             self.blocks = Blocks(self.pool, epcy_low_latency_handle_layout(&self.shape, NULL, &nowhere))
         finally:
-            epcy_cuda_set_device(previous, NULL)
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
 
     def refuse_sizes(self, dict shape, dict options):
         """What this build cannot do; the same on every rank."""
@@ -131,6 +132,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             c = &self.combine_params.call
         c.peers, c.wire = self.peers, self.wire
         c.peers.operation = OP_DISPATCH + <uint32_t>kind
+        epcy_low_latency_constants(c)
 
     # ---- steps ----------------------------------------------------------------------------------------------
 
@@ -150,12 +152,6 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
     cdef int received_oldest(self, int kind) except -1:
         self.pending[kind][0], self.pending[kind][1] = self.pending[kind][1], 0
         return self.low_latency.has_received(kind)
-
-    cdef int fill_rows(self, epcy_low_latency_call *c, int kind, int64_t row_bytes, int phases) noexcept:
-        c.row_bytes, c.dtype, c.phases = row_bytes, kind, phases
-        c.num_lines = <int32_t>((row_bytes + EPCY_LINE_DATA - 1) // EPCY_LINE_DATA)
-        c.num_parts = (c.num_lines + EPCY_PART_LINES - 1) // EPCY_PART_LINES
-        return 0
 
     cdef Call on_current_stream(self):
         """The order of a hook: on the stream that is current when it is called."""
@@ -196,7 +192,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                 header |= EPCY_LOW_LATENCY_UE8M0
         if call.topk_weights is not None:
             header |= EPCY_LOW_LATENCY_WEIGHTS
-        self.fill_rows(&d.call, call.x.kind, hidden if call.use_fp8 else hidden * item_bytes, phases)
+        d.call.dtype, d.call.phases = call.x.kind, phases
+        epcy_low_latency_rows(&d.call, hidden if call.use_fp8 else hidden * item_bytes)
         d.call.handle, d.call.sent, d.call.header = handle.arrays, handle.arrays.sent, header
         d.call.num_tokens = <int32_t>handle.num_tokens
         d.x, d.x_stride_bytes = call.x.data, hidden * item_bytes if call.x.is_contiguous else call.x.strides[0]
@@ -239,7 +236,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                 self.low_latency.has_received(LOW_LATENCY_DISPATCH)
             return self.low_latency.result(call, handle, event)
         finally:
-            epcy_cuda_set_device(previous, NULL)
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
 
     cdef int low_latency_dispatch_receive(self, LowLatencyDispatchCall call, LowLatencyHandle given) except -1:
         cdef CudaLowLatencyHandle handle = given
@@ -258,7 +256,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             handle.received = True
             return self.received_oldest(LOW_LATENCY_DISPATCH)
         finally:
-            epcy_cuda_set_device(previous, NULL)
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
 
     # ---- combine --------------------------------------------------------------------------------------------
 
@@ -272,7 +271,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             header |= EPCY_LOW_LATENCY_LOGFMT
         if call.topk_weights is not None:
             header |= EPCY_LOW_LATENCY_WEIGHTS
-        self.fill_rows(&c.call, call.x.kind, self.shape.hidden * call.x.item_bytes(), phases)
+        c.call.dtype, c.call.phases = call.x.kind, phases
+        epcy_low_latency_rows(&c.call, self.shape.hidden * call.x.item_bytes())
         c.call.handle, c.call.sent, c.call.header = handle.arrays, handle.arrays.sent + 1 + (step & 1), header
         c.call.num_tokens = <int32_t>handle.num_tokens
         c.x, c.out = call.x.data, call.out.data
@@ -304,7 +304,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                 self.low_latency.has_received(LOW_LATENCY_COMBINE)
             return event
         finally:
-            epcy_cuda_set_device(previous, NULL)
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
 
     cdef int low_latency_combine_receive(self, LowLatencyCombineCall call) except -1:
         cdef CudaLowLatencyHandle handle = call.handle
@@ -320,7 +321,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             self.low_latency.leave_input(call)
             return self.received_oldest(LOW_LATENCY_COMBINE)
         finally:
-            epcy_cuda_set_device(previous, NULL)
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
 
     # ---- refusals and life ------------------------------------------------------------------------------------
 
@@ -342,7 +344,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             event.record(self.own_stream)
             self.last, self.last_stream = event, self.own_stream
         finally:
-            epcy_cuda_set_device(previous, NULL)
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
 
     def reset(self):
         NvshmemBackend.reset(self)

@@ -19,6 +19,7 @@
 #define EPCY_LOW_LATENCY_MAX_TOKENS 65535 /* M', likewise */
 #define EPCY_LOW_LATENCY_MAX_BLOCKS 1024  /* of a grid: each has a copy of the epoch */
 #define EPCY_LOW_LATENCY_MIN_BLOCKS 32    /* even for one token: peers may send more */
+#define EPCY_LOW_LATENCY_MAX_EXPERTS (1 << 20) /* 32 ranks' local experts: an id leaves room for a lane beside it */
 
 enum epcy_low_latency_kind { EPCY_LOW_LATENCY_DISPATCH, EPCY_LOW_LATENCY_COMBINE };
 enum epcy_low_latency_phases { EPCY_LOW_LATENCY_SEND = 1, EPCY_LOW_LATENCY_RECEIVE = 2 };
@@ -110,39 +111,78 @@ EPCY_INLINE int64_t epcy_low_latency_handle_layout(const epcy_shape *s, char *ba
   return at;
 }
 
-/* What every call of the mode has. */
+/* Division by a number that the host knows: `inverse` is (2^32 - 1) / by. */
+typedef struct epcy_divisor {
+  uint32_t by, inverse;
+} epcy_divisor;
+
+/* What every call of the mode has. A kernel meets its parameters in a cold cache, line by line, so what it reads on its
+ * way lies together and first; sizes have 32 bits, since a division of 64 is a subroutine. */
 typedef struct epcy_low_latency_call {
-  epcy_peers peers;
+  int32_t rank, num_ranks, num_topk, num_experts, max_tokens; /* me, R, K, E, M' */
+  int32_t num_tokens;                                         /* T of this rank */
+  epcy_divisor num_local, num_parts;                          /* by L, and by the parts of a row, P */
+  epcy_divisor topk;                                          /* by K */
+  int32_t row_bytes, num_lines;                               /* of a row that travels; a multiple of 16 */
+  uint32_t header;                                            /* operation, options and routing */
+  int32_t phases;                                             /* enum epcy_low_latency_phases */
+  uint32_t row_slot, sum_slot, num_slots;                     /* bytes of slots on the wire; how many for sums */
+  int32_t num_rows;                                           /* of an area */
+  uint32_t *sent;                                             /* where its epoch is kept between two kernels */
+  char *own;                                                  /* peers.base[rank] */
+  uint32_t *broken;                                           /* epcy_local's */
   epcy_low_latency_wire wire;
   epcy_low_latency_handle handle;
-  uint32_t *sent;     /* where its epoch is kept between two kernels */
-  uint32_t header;    /* operation, options and routing */
-  int32_t phases;     /* enum epcy_low_latency_phases */
-  int32_t num_tokens; /* T of this rank */
-  int32_t dtype;
-  int64_t row_bytes; /* of a row that travels; a multiple of 16 */
-  int32_t num_lines, num_parts, max_blocks;
+  epcy_peers peers; /* its first ranks' bases, and what only waits that take long read */
+  int32_t dtype, max_blocks;
 } epcy_low_latency_call;
 
 typedef struct epcy_low_latency_dispatch {
-  epcy_low_latency_call call;
   const char *x; /* (T, H), 16-byte aligned */
+  int64_t x_stride_bytes;
   const void *topk_idx;
   const float *topk_weights; /* NULL, or (T, K) */
   char *recv_x;
   uint32_t *recv_scales; /* NULL, or float32 or ue8m0 */
   int64_t *recv_count;   /* (L,) */
   void *stats;           /* NULL, or (L,) */
-  int64_t x_stride_bytes;
   int32_t is_int64, stats_is_int64, num_scales, part_scales; /* scales of a row, of a part */
+  epcy_low_latency_call call;
 } epcy_low_latency_dispatch;
 
 typedef struct epcy_low_latency_combine {
-  epcy_low_latency_call call;
   const char *x;             /* (L, R * M', H), contiguous, 16-byte aligned */
   const float *topk_weights; /* NULL: those of the handle; or (T, K) */
   char *out;                 /* (T, H) */
+  epcy_low_latency_call call;
 } epcy_low_latency_combine;
+
+EPCY_INLINE epcy_divisor epcy_divide_by(int64_t by) {
+  epcy_divisor d;
+  d.by = (uint32_t)by, d.inverse = 0xFFFFFFFFu / (uint32_t)by;
+  return d;
+}
+
+/* What follows from call->peers and call->wire, which do not change. */
+EPCY_INLINE void epcy_low_latency_constants(epcy_low_latency_call *call) {
+  const epcy_shape *s = &call->peers.shape;
+  call->rank = call->peers.rank;
+  call->num_ranks = (int32_t)s->num_ranks, call->num_topk = (int32_t)s->num_topk;
+  call->num_experts = (int32_t)s->num_experts, call->max_tokens = (int32_t)s->num_low_latency_tokens;
+  call->num_local = epcy_divide_by(epcy_num_local_experts(s)), call->topk = epcy_divide_by(s->num_topk);
+  call->row_slot = (uint32_t)(call->wire.row_lines * EPCY_LINE_BYTES);
+  call->sum_slot = (uint32_t)(call->wire.sum_lines * EPCY_LINE_BYTES);
+  call->num_slots = (uint32_t)call->wire.num_slots, call->num_rows = (int32_t)epcy_num_low_latency_rows(s);
+  call->own = call->peers.base[call->rank];
+  call->broken = &((epcy_local *)(call->own + call->peers.control.local))->broken;
+}
+
+/* And what follows from the bytes of the rows that travel. */
+EPCY_INLINE void epcy_low_latency_rows(epcy_low_latency_call *call, int64_t row_bytes) {
+  call->row_bytes = (int32_t)row_bytes;
+  call->num_lines = (int32_t)((row_bytes + EPCY_LINE_DATA - 1) / EPCY_LINE_DATA);
+  call->num_parts = epcy_divide_by((call->num_lines + EPCY_PART_LINES - 1) / EPCY_PART_LINES);
+}
 
 #ifdef __cplusplus
 extern "C" {

@@ -13,7 +13,7 @@ template <int From> struct Caster {
   uint4 in[kVectors];
   EPCY_DEVICE void load(const char *row, int at) {
 #pragma unroll
-    for (int v = 0; v < kVectors; v++) in[v] = __ldg((const uint4 *)row + (int64_t)at * kVectors + v);
+    for (int v = 0; v < kVectors; v++) in[v] = load_early((const uint4 *)row + at * kVectors + v);
   }
   EPCY_DEVICE void clear() {
 #pragma unroll
@@ -21,14 +21,25 @@ template <int From> struct Caster {
   }
   EPCY_DEVICE void cast(bool power_of_two, uint4 *out, float *scale) const {
     constexpr int N = Vector<From>::kElements;
-    uint32_t most = 0x38D1B717u; // 1e-4f: magnitudes compare as integers, NaN above all
+    uint32_t most = 0; // magnitudes compare as integers, NaN above all
+    if constexpr (From == kFp32) {
 #pragma unroll
-    for (int v = 0; v < kVectors; v++) {
+      for (int v = 0; v < kVectors; v++)
+        most = max(max(max(most, magnitude(in[v].x)), magnitude(in[v].y)), max(magnitude(in[v].z), magnitude(in[v].w)));
+    } else {
+      uint32_t two = 0; // elements at a time
+#pragma unroll
+      for (int v = 0; v < kVectors; v++) {
+        const uint32_t w[4] = {in[v].x, in[v].y, in[v].z, in[v].w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) two = __vmaxu2(two, w[i] & 0x7FFF7FFFu);
+      }
+      two = max(two & 0xFFFFu, two >> 16);
       float x[N];
-      Vector<From>::load(in[v], x);
-#pragma unroll
-      for (int i = 0; i < N; i++) most = max(most, __float_as_uint(x[i]) & 0x7FFFFFFFu);
+      Vector<From>::load(make_uint4(two, 0, 0, 0), x);
+      most = __float_as_uint(x[0]);
     }
+    most = max(most, 0x38D1B717u); // 1e-4f
 #pragma unroll
     for (int d = 1; d < 8; d <<= 1) most = max(most, __shfl_xor_sync(~0u, most, d));
     const float amax = most > 0x7F800000u ? __uint_as_float(0x7FC00000u) : __uint_as_float(most);
@@ -54,7 +65,8 @@ template <int From> struct Caster {
     *out = make_uint4(o[0], o[1], o[2], o[3]);
     *scale = __uint_as_float(bits);
   }
+  EPCY_DEVICE static uint32_t magnitude(uint32_t x) { return x & 0x7FFFFFFFu; }
   EPCY_DEVICE static uint32_t canonical(uint32_t four) { // NaN is 0x7F, without a sign
-    return four & ~(__vcmpeq4(four, 0xFFFFFFFFu) & 0x80808080u);
+    return four & ~(((four & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u);
   }
 };

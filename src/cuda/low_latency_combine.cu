@@ -2,110 +2,117 @@
 // summed at home.
 //
 // Every warp works for itself: it sends its part of each token's line, then receives the same part of its own tokens.
-// There is no barrier; what a warp sends comes before everything it waits for.
+// There is no barrier but one at the start; what a warp sends comes before everything it waits for.
 #include "low_latency_sums.cuh"
 
 namespace {
 
-// A warp's way through what it sends: its items of every source in turn, the next one's lanes loaded ahead.
-struct Sources {
-  int item, turn, source;
-  const int first_turn;
-  EPCY_DEVICE Sources(const LowLatency &s, int begin) : item(blockIdx.x), turn(begin - 1), first_turn(begin) {
-    next(s);
-  }
-  EPCY_DEVICE void next(const LowLatency &s) {
-    if (++turn == s.num_ranks) turn = first_turn, item += gridDim.x;
-    source = s.me + turn < s.num_ranks ? s.me + turn : s.me + turn - s.num_ranks;
-  }
-};
-
-template <int Dtype, template <int> class Format, template <int, typename> class Reduction>
+// `Fast`: a call that sends and receives, without weights; reduction="rank": of two ranks.
+template <int Dtype, template <int> class Format, template <int, typename, bool> class Reduction, bool Fast>
 __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_constant__ epcy_low_latency_combine a) {
   using Rows = Format<Dtype>;
-  using By = Reduction<Dtype, Rows>;
+  using By = Reduction<Dtype, Rows, Fast>;
   __shared__ typename Rows::Shared shared;
-  constexpr bool by_source = By::kHeader != 0;
+  __shared__ List lists[kWarps];
+  constexpr bool by_source = By::kHeader != 0, pair = Fast && !by_source;
   const epcy_low_latency_call &c = a.call;
-  const int lane = threadIdx.x & 31, b = blockIdx.x, G = gridDim.x, P = c.num_parts, R = (int)c.peers.shape.num_ranks;
-  const int room = (int)c.peers.shape.num_low_latency_tokens * P; // items that a source may have
-  const bool sends = c.phases & EPCY_LOW_LATENCY_SEND, receives = c.phases & EPCY_LOW_LATENCY_RECEIVE;
+  const int lane = threadIdx.x & 31, b = blockIdx.x, G = gridDim.x, P = (int)c.num_parts.by;
+  const int R = pair ? 2 : c.num_ranks;
+  const bool sends = Fast || c.phases & EPCY_LOW_LATENCY_SEND, receives = Fast || c.phases & EPCY_LOW_LATENCY_RECEIVE;
   const bool keeps = sends && receives; // else this rank's own rows take the wire too, so that x may change in between
-  const bool first_warp = b == 0 && threadIdx.x < 32;
+  const bool given = !Fast && gives_weights(a);
+  const float *weights = given ? a.topk_weights : nullptr;
+  List &list = lists[threadIdx.x >> 5];
+  auto after = [&](const LowLatency &s, int turn) { return pair ? c.rank ^ 1 : s.after(turn); };
 
-  const LowLatency s(c.peers, c.wire, EPCY_LOW_LATENCY_COMBINE, sends ? nullptr : c.sent);
-  int verdict = EPCY_VERDICT_OK, ignored;
+  // The first item's lanes, those of the next source and of this rank, are loaded before anything is known of them.
+  const LowLatency s(c, EPCY_LOW_LATENCY_COMBINE, sends ? nullptr : c.sent);
+  const bool head = s.is_head() && threadIdx.x < 32; // the warp that speaks for this rank
+  const int first_turn = keeps ? 1 : 0, begin = quotient(b, c.num_parts), first = begin < c.max_tokens ? begin : 0;
+  Lanes to_send, to_sum;
+  to_send.load(c, after(s, R == 1 ? 0 : first_turn), first);
+  const int tokens = sends && lane < R ? load_early(c.handle.tokens + lane) : 0;
+  const uint64_t acks = sends ? s.look_for_acks() : 0;
+  const uint32_t broken = load_local(c.broken);
+  uint2 held = make_uint2(0, 0);
+  if (head) held = s.look_for_held();
+  to_sum.load_own<by_source>(c, weights, first);
+  int verdict = broken ? EPCY_VERDICT_BROKEN : EPCY_VERDICT_OK, ignored;
   Rows::prepare(shared);
+  __syncthreads(); // everybody has read the epoch
   if (sends) {
-    const uint64_t acks = s.look_for_acks();
-    const int tokens = lane < R ? c.handle.tokens[lane] : 0;
-    Sources at(s, keeps && R > 1 ? 1 : 0);
-    Lanes ahead(a, at.source, at.item < room ? at.item / P : 0);
-    if (first_warp) s.acknowledge();
-    if (__any_sync(~0u, s.broken()) || !s.wait_for_acks(acks)) verdict = EPCY_VERDICT_BROKEN;
-    else if (first_warp) s.announce(c.num_tokens, c.header);
-    if (!by_source && gives_weights(a) && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
-      By::send_weights(s, a);
-      verdict = s.gather(c.header, c.num_tokens, &ignored);
+    if (head) s.acknowledge(held);
+    if (verdict != EPCY_VERDICT_OK || !s.wait_for_acks(acks)) verdict = EPCY_VERDICT_BROKEN;
+    else if (head) s.announce(c.num_tokens, c.header);
+    if (!by_source && given && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
+      ByRank<Dtype, Rows, Fast>::send_weights(s, a);
+      verdict = s.gather(s.look_for_headers(), &ignored);
     }
-    const int items = __reduce_max_sync(~0u, tokens) * P;
-    while (at.item < items && at.item < room && verdict == EPCY_VERDICT_OK && !(keeps && R == 1)) {
-      const int item = at.item, source = at.source;
-      Lanes l = ahead;
-      at.next(s);
-      if (at.item < room) ahead.load(a, at.source, at.item / P);
-      if (item >= __shfl_sync(~0u, tokens, source) * P) continue;
-      l.split(c);
-      if (l.here && !By::send(s, a, l, source, item / P, Rows(c, item % P, shared))) verdict = EPCY_VERDICT_BROKEN;
+    const int items = verdict == EPCY_VERDICT_OK ? __reduce_max_sync(~0u, tokens) * P : 0;
+#pragma unroll 1
+    for (int item = b, turn = first_turn; item < items && turn < R;) {
+      const int source = after(s, turn), t = quotient(item, c.num_parts), part = item - t * P;
+      const bool real = item < __shfl_sync(~0u, tokens, source) * P;
+      if (++turn == R) turn = first_turn, item += G;
+      auto next = [&] {
+        if (EPCY_RARELY(item < items)) to_send.load(c, after(s, turn), quotient(item, c.num_parts));
+      };
+      to_send.split(c);
+      if (!real || !to_send.here) {
+        next();
+      } else if (!By::send(s, a, to_send, list, source, t, Rows(c, part, shared), next)) {
+        verdict = EPCY_VERDICT_BROKEN;
+        break;
+      }
     }
-  } else if (__any_sync(~0u, s.broken())) {
-    verdict = EPCY_VERDICT_BROKEN;
   }
 
-  if (receives && verdict != EPCY_VERDICT_BROKEN) {
-    const int items = c.num_tokens * P;
-    bool gathered = false;
-    for (int item = b; item < items || (!gathered && first_warp); item += G) {
-      const bool real = item < items;
-      const int t = real ? item / P : 0;
-      const Rows rows(c, item % P, shared);
-      const unsigned ranks = real ? c.handle.ranks[t] & (0xFFFFFFFFu >> (32 - R)) : 0;
-      uint4 own = nothing();
-      Lanes l(a, s.me, t);
-      l.split(c);
-      if (!by_source && keeps && ranks >> s.me & 1) {
-        if (gives_weights(a) && lane < (int)c.peers.shape.num_topk)
-          l.weight = a.topk_weights[(int64_t)t * c.peers.shape.num_topk + lane];
-        own = sum_rows<Dtype>(a, l, rows);
+  const int items = receives && verdict == EPCY_VERDICT_OK ? c.num_tokens * P : 0;
+  bool gathered = !receives || verdict != EPCY_VERDICT_OK;
+#pragma unroll 1
+  for (int item = b; item < items || (head && !gathered); item += G) {
+    const bool real = item < items;
+    const int t = real ? quotient(item, c.num_parts) : 0;
+    const Rows rows(c, item - t * P, shared);
+    By by;
+    uint4 sum = nothing();
+    auto next = [&] {
+      if (EPCY_RARELY(item + G < items)) to_sum.load_own<by_source>(c, weights, quotient(item + G, c.num_parts));
+    };
+    to_sum.split(c);
+    if (real) by.split(s, to_sum);
+    if (!by_source && keeps && real) sum = sum_rows<Dtype>(a, to_sum, list, rows, next);
+    ulonglong2 headers;
+    if (!gathered) headers = s.look_for_headers();
+    if (real) by.look(s, rows, t);
+    if (!gathered) {
+      verdict = s.gather(headers, &ignored);
+      gathered = true;
+      if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) {
+        if (head && lane == 0) report(c, s.kind, s.epoch, verdict);
+        break;
       }
-      if (!gathered) {
-        verdict = s.gather(c.header, c.num_tokens, &ignored);
-        gathered = true;
-        if (first_warp && lane == 0) s.report(verdict, c.header);
-        if (verdict != EPCY_VERDICT_OK) break;
-      }
-      if (!real) break;
-      uint4 out = nothing();
-      bool ok;
-      if constexpr (by_source) ok = !ranks || By::receive(s, a, t, rows, keeps, l, &out);
-      else ok = By::receive(s, a, ranks, t, rows, keeps, own, &out);
-      if (!ok) break;
-      if (rows.has_data()) *(uint4 *)(a.out + t * c.row_bytes + rows.offset()) = out;
     }
+    if (!real || !by.receive(s, a, to_sum, t, rows, keeps, sum, &sum)) break;
+    if (rows.has_data()) *(uint4 *)(a.out + (int64_t)t * c.row_bytes + rows.offset()) = sum;
+    if (by_source || !keeps) next();
   }
-  s.leave(c.phases, c.sent);
+  s.leave(Fast ? EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE : c.phases, c.sent);
 }
 
-template <template <int> class Format, template <int, typename> class Reduction> auto kernel_of(int dtype) {
-  return dtype == kBf16   ? combine_tokens<kBf16, Format, Reduction>
-         : dtype == kFp16 ? combine_tokens<kFp16, Format, Reduction>
-                          : combine_tokens<kFp32, Format, Reduction>;
+template <bool Fast, template <int> class Format, template <int, typename, bool> class Reduction>
+auto kernel_of(int dtype) {
+  return dtype == kBf16   ? combine_tokens<kBf16, Format, Reduction, Fast>
+         : dtype == kFp16 ? combine_tokens<kFp16, Format, Reduction, Fast>
+                          : combine_tokens<kFp32, Format, Reduction, Fast>;
 }
-auto kernel_of(int dtype, uint32_t header) {
+auto kernel_of(int dtype, int phases, int num_ranks, uint32_t header) {
+  const bool fast = phases == (EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE) && !(header & EPCY_LOW_LATENCY_WEIGHTS);
   const bool by_source = header & EPCY_LOW_LATENCY_SOURCE;
   if (header & EPCY_LOW_LATENCY_LOGFMT)
-    return by_source ? kernel_of<LogRows, BySource>(dtype) : kernel_of<LogRows, ByRank>(dtype);
-  return by_source ? kernel_of<PlainRows, BySource>(dtype) : kernel_of<PlainRows, ByRank>(dtype);
+    return by_source ? kernel_of<false, LogRows, BySource>(dtype) : kernel_of<false, LogRows, ByRank>(dtype);
+  if (by_source) return fast ? kernel_of<true, PlainRows, BySource>(dtype) : kernel_of<false, PlainRows, BySource>(dtype);
+  return fast && num_ranks == 2 ? kernel_of<true, PlainRows, ByRank>(dtype) : kernel_of<false, PlainRows, ByRank>(dtype);
 }
 
 } // namespace
@@ -113,12 +120,15 @@ auto kernel_of(int dtype, uint32_t header) {
 extern "C" int epcy_cuda_low_latency_combine_blocks(const epcy_shape *, int *blocks) {
   *blocks = EPCY_LOW_LATENCY_MAX_BLOCKS;
   int error = 0;
-  for (int i = 0; i < 12 && !error; i++)
-    error = resident_blocks(
-        kernel_of(i / 4, (i & 1 ? EPCY_LOW_LATENCY_SOURCE : 0) | (i & 2 ? EPCY_LOW_LATENCY_LOGFMT : 0)), 0, blocks);
+  for (int i = 0; i < 24 && !error; i++)
+    error = resident_blocks(kernel_of(i / 8, i & 4 ? 3 : 1, 2,
+                                      (i & 1 ? EPCY_LOW_LATENCY_SOURCE : 0) | (i & 2 ? EPCY_LOW_LATENCY_LOGFMT : 0)),
+                            0, blocks);
   return error;
 }
 
 extern "C" int epcy_cuda_launch_low_latency_combine(const epcy_low_latency_combine *a, void *stream) {
-  return launch_together(kernel_of(a->call.dtype, a->call.header), low_latency_grid(a->call), kThreads, 0, stream, *a);
+  const epcy_low_latency_call &c = a->call;
+  return launch_together(kernel_of(c.dtype, c.phases, c.num_ranks, c.header), low_latency_grid(c), kThreads, 0, stream,
+                         *a);
 }

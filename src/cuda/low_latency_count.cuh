@@ -2,62 +2,54 @@
 #pragma once
 #include "low_latency.cuh"
 
-EPCY_DEVICE int64_t raw_id(const epcy_low_latency_dispatch &a, int64_t at) {
-  return a.is_int64 ? __ldg((const long long *)a.topk_idx + at) : (int64_t)__ldg((const int *)a.topk_idx + at);
-}
-EPCY_DEVICE int checked_id(int64_t id, int num_experts) { return id >= 0 && id < num_experts ? (int)id : -1; }
-
-// Where a block's counters are: tokens before token `before` that go to the same experts as this warp's lanes `mine`, and
-// all tokens for experts `first`, `first` + 1, ...
-struct Counters {
-  int *ordinal, *of_expert;
-  int before, first, num_experts;
-  unsigned *bad;
+// An id as it was given, of 32 bits or 64.
+struct Id {
+  int32_t low, high;
+  EPCY_DEVICE void load(const epcy_low_latency_dispatch &a, int at) {
+    load_early(a.is_int64, (const char *)a.topk_idx + (int64_t)at * (a.is_int64 ? 8 : 4), &low, &high);
+  }
+  EPCY_DEVICE int checked(const epcy_low_latency_dispatch &a) const { // or -1
+    return (uint32_t)low < (uint32_t)a.call.num_experts && (!a.is_int64 || high == 0) ? low : -1;
+  }
+  EPCY_DEVICE bool is_unused(const epcy_low_latency_dispatch &a) const {
+    return low == -1 && (!a.is_int64 || high == -1);
+  }
 };
 
-// All warps of a block: each takes 32 tokens and some of the lanes. A token that names an expert twice counts once.
-// `Most`: a token's ids are held in registers; 0: they are read again and again, from the cache.
-template <int Most> EPCY_DEVICE void count_tokens(const epcy_low_latency_dispatch &a, int mine, const Counters &to) {
-  const int T = a.call.num_tokens, K = (int)a.call.peers.shape.num_topk, E = (int)a.call.peers.shape.num_experts;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int groups = (T + 31) / 32, share = groups < kWarps ? kWarps / (groups ? groups : 1) : 1;
-  int sum = 0;
-  for (int g = warp / share; g < groups; g += kWarps / share) {
-    const int t = g * 32 + lane;
-    int id[Most ? Most : 1];
-    auto read = [&](int k) {
-      const int64_t raw = t < T && k < K ? raw_id(a, (int64_t)t * K + k) : -1;
-      const int checked = checked_id(raw, E);
-      if (to.bad && checked < 0 && raw != -1) atomicMin(to.bad, (unsigned)(t * K + k));
-      return checked;
-    };
+// The ids of tokens `begin`, `begin` + 1, ... as a block reads them: a thread an id, whole tokens a warp; the first
+// two of a thread at once, so that those of an ordinary call are there together with everything else.
+struct Ids {
+  int first, token, step; // the thread's first id; the token it is of; tokens that a block reads at a time
+  int in_warp;            // which of its warp's tokens that is
+  bool used;
+  Id ahead[2];
+
+  EPCY_DEVICE void load(const epcy_low_latency_dispatch &a, int begin, int end) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, K = a.call.num_topk, tokens = quotient(32, a.call.topk);
+    in_warp = quotient(lane, a.call.topk);
+    used = in_warp < tokens;
+    token = begin + warp * tokens + in_warp, step = kWarps * tokens;
+    first = (begin + warp * tokens) * K + lane;
 #pragma unroll
-    for (int k = 0; k < Most; k++) id[k] = read(k);
-    for (int m = warp % share; m < K; m += share) {
-      const int expert = __shfl_sync(~0u, mine, m);
-      if (expert < 0) continue;
-      bool goes = false;
-#pragma unroll
-      for (int k = 0; k < Most; k++) goes |= id[k] == expert;
-      for (int k = 0; !Most && k < K; k++) goes |= read(k) == expert;
-      const int n = __popc(__ballot_sync(~0u, goes && t < to.before));
-      if (lane == m) sum += n;
-    }
-    if (!to.of_expert || warp % share) continue;
-    auto wanted = [&](int expert) { return (unsigned)(expert - to.first) < (unsigned)to.num_experts; };
-#pragma unroll
-    for (int k = 0; k < Most; k++) {
-      bool counts = wanted(id[k]);
-#pragma unroll
-      for (int j = 0; j < k; j++) counts &= id[j] != id[k];
-      if (counts) atomicAdd(to.of_expert + id[k] - to.first, 1);
-    }
-    for (int k = 0; !Most && k < K; k++) {
-      const int expert = read(k);
-      bool counts = wanted(expert);
-      for (int j = 0; counts && j < k; j++) counts = read(j) != expert;
-      if (counts) atomicAdd(to.of_expert + expert - to.first, 1);
+    for (int i = 0; i < 2; i++) look(a, i, end, &ahead[i]);
+  }
+  EPCY_DEVICE void look(const epcy_low_latency_dispatch &a, int i, int end, Id *id) const {
+    id->low = id->high = -1;
+    if (used && token + i * step < end) id->load(a, first + i * step * a.call.num_topk);
+  }
+  // All threads: count the tokens for each expert, those before `mid` in hist[0..E-1], the others in hist[E..2E-1]. A
+  // token that names an expert twice counts once. In *bad the first id, by its place, that is none.
+  EPCY_DEVICE void count(const epcy_low_latency_dispatch &a, int end, int mid, int *hist, unsigned *bad) {
+    const int lane = threadIdx.x & 31, K = a.call.num_topk, E = a.call.num_experts;
+    static_assert(EPCY_LOW_LATENCY_MAX_EXPERTS <= 1 << 20, "an id and a token of a warp in one word");
+#pragma unroll 1
+    for (int i = 0; token - in_warp + i * step < end; i++) { // the same for a whole warp
+      const Id given = ahead[0];
+      ahead[0] = ahead[1], look(a, i + 2, end, &ahead[1]);
+      const int id = given.checked(a);
+      const unsigned same = __match_any_sync(~0u, id < 0 ? -1 : id | in_warp << 20);
+      if (id >= 0 && __ffs(same) - 1 == lane) atomicAdd(hist + (token + i * step < mid ? id : E + id), 1);
+      if (EPCY_RARELY(id < 0 && !given.is_unused(a) && bad)) atomicMin(bad, (unsigned)(first + i * step * K));
     }
   }
-  if (sum) atomicAdd(to.ordinal + lane, sum);
-}
+};

@@ -2,87 +2,143 @@
 #pragma once
 #include "low_latency.cuh"
 
-// The place of a lane's row here; lanes of a warp.
-EPCY_DEVICE int row_of(const epcy_shape &shape, const int *counts, int source, uint32_t place) {
-  const int L = (int)epcy_num_local_experts(&shape), local = (place & ~kRepeated) >> 16;
-  int row = (int)(place & 0xFFFF);
-  for (int s = 0; s < source; s++) row += counts[s * L + local];
-  return row + local * (int)(shape.num_ranks * shape.num_low_latency_tokens);
-}
-
-// A whole warp: what came in a token's line goes to the rows of its lanes, and the lanes into the handle.
-struct Rows {
-  int row;
-  unsigned which; // lanes that bring a row
-  EPCY_DEVICE Rows(const epcy_low_latency_dispatch &a, const int *counts, int source, int t, uint32_t place,
-                   float weight, bool keep) {
-    const int lane = threadIdx.x & 31, K = (int)a.call.peers.shape.num_topk;
-    const bool here = lane < K && place != kNowhere;
-    row = here ? row_of(a.call.peers.shape, counts, source, place) : -1;
-    which = __ballot_sync(~0u, here && !(place & kRepeated));
-    if (keep && lane < K) {
-      const int64_t at = ((int64_t)source * a.call.peers.shape.num_low_latency_tokens + t) * K + lane;
-      a.call.handle.rows[at] = here && (place & kRepeated) ? row | kRepeatedRow : row;
-      a.call.handle.weights[at] = weight;
-    }
+// What a warp has of an item of some rank: a line's units, and the place and weight of each lane of the token.
+struct Arrival {
+  int item, source;
+  ulonglong2 words;
+  uint4 unit;
+  EPCY_DEVICE void look_at_words(const LowLatency &s) {
+    if (s.lane < s.c.num_topk) words = load_words(s.lanes(s.c.rank, source, quotient(item, s.c.num_parts)) + s.lane);
   }
-  EPCY_DEVICE void fill(const epcy_low_latency_dispatch &a, const Seat &seat, int part, const uint4 &v) const {
-    const int line = threadIdx.x >> 3, scale = part * a.part_scales + line;
-    const bool has_scale = seat.is_tail && a.recv_scales && line < a.part_scales && scale < a.num_scales;
-    for (unsigned left = which; left; left &= left - 1) {
-      const int64_t to = __shfl_sync(~0u, row, __ffs(left) - 1);
-      if (seat.has_data) *(uint4 *)(a.recv_x + to * a.call.row_bytes + seat.offset) = v;
-      else if (has_scale) a.recv_scales[to * a.num_scales + scale] = scale_of(v);
-    }
+  EPCY_DEVICE void look_at_unit(const LowLatency &s) {
+    const int t = quotient(item, s.c.num_parts);
+    const Seat seat(s.c, item - t * (int)s.c.num_parts.by);
+    if (seat.line_is_real) unit = load_unit(s.row(s.c.rank, source, t) + seat.at);
   }
 };
 
-// All threads: this block's items of tokens that come by the wire, every rank's. False: gave up.
-EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_dispatch &a, const int *counts, int tokens,
-                         bool keeps) {
-  const int lane = s.lane, K = (int)a.call.peers.shape.num_topk, P = a.call.num_parts, R = s.num_ranks;
-  const int items = __reduce_max_sync(~0u, tokens) * P;
-  int item = blockIdx.x, turn = 0, source = 0;
-  ulonglong2 words;
-  uint4 unit;
-  // To the next item that comes by the wire, and a first look at it; false: there is none.
-  auto look = [&]() {
-    for (;; turn++) {
-      if (turn == R) turn = 0, item += gridDim.x;
+// A block's way through the items that come by the wire: each item of every rank.
+struct Way {
+  int item, turn, source;
+  EPCY_DEVICE bool next(const LowLatency &s, int tokens) { // lane r: of rank r
+    const int P = (int)s.c.num_parts.by, items = __reduce_max_sync(~0u, tokens) * P;
+    do {
+      if (++turn == s.c.num_ranks) turn = 0, item += gridDim.x;
+      source = s.after(turn);
       if (item >= items) return false;
-      source = s.me + turn < R ? s.me + turn : s.me + turn - R;
-      if (item < __shfl_sync(~0u, tokens, source) * P && !(keeps && turn == 0 && item == (int)blockIdx.x)) break;
-    }
-    turn++;
-    words = make_ulonglong2(0, 0);
-    if (lane < K) words = load_words(s.lanes(s.me, source, item / P) + lane);
-    const Seat seat(a.call, item % P);
-    if (seat.line_is_real) unit = load_unit(s.row(s.me, source, item / P) + seat.at);
+    } while (item >= __shfl_sync(~0u, tokens, source) * P);
     return true;
-  };
-  for (bool more = look(); more;) {
-    const int from = source, t = item / P, part = item % P;
-    const Seat seat(a.call, part);
-    ulonglong2 got = words;
-    uint4 v = unit;
-    more = look();
-    Patience patience;
-    for (;;) {
-      const bool waits = lane < K && !(s.is_now(got.x) && s.is_now(got.y));
-      if (!__any_sync(~0u, waits)) break;
-      if (patience.over(s, waits, from, (uint32_t)(got.x >> 32))) return false;
-      if (lane < K) got = load_words(s.lanes(s.me, from, t) + lane);
-    }
-    const Rows rows(a, counts, from, t, (uint32_t)got.x, __uint_as_float((uint32_t)got.y),
-                    part == 0 && threadIdx.x < 32);
-    if (!rows.which) continue;
-    for (;;) {
-      const bool waits = seat.late(v, s.epoch);
-      if (!__any_sync(~0u, waits)) break;
-      if (patience.over(s, waits, from, v.x)) return false;
-      if (seat.line_is_real) v = load_unit(s.row(s.me, from, t) + seat.at);
-    }
-    rows.fill(a, seat, part, v);
   }
+};
+
+// A whole warp: wait for an item to be there, copy it to the rows of its lanes, and keep these in the handle. False: gave
+// up. `counts`: of every rank for my experts.
+EPCY_DEVICE bool place(const LowLatency &s, const epcy_low_latency_dispatch &a, const int *counts, Arrival &x) {
+  const int lane = s.lane, K = s.c.num_topk, L = (int)s.c.num_local.by;
+  const int t = quotient(x.item, s.c.num_parts), part = x.item - t * (int)s.c.num_parts.by;
+  const Seat seat(s.c, part);
+  Patience patience;
+  for (;;) { // for both together: if the lanes say that nothing comes, there is no unit to wait for
+    const bool unknown = lane < K && !(s.is_now(x.words.x) && s.is_now(x.words.y));
+    const bool comes = lane < K && (uint32_t)x.words.x != kNowhere, late = seat.late(x.unit, s.epoch);
+    const bool any_unknown = __any_sync(~0u, unknown), any_late = __any_sync(~0u, late);
+    if (!EPCY_RARELY(any_unknown || any_late)) break;
+    if (!any_unknown && !__any_sync(~0u, comes)) break;
+    if (patience.over(s, unknown || late, EPCY_CUDA_LINES, x.source, unknown ? x.words.x : (uint64_t)x.unit.x << 32))
+      return false;
+    if (any_unknown) x.look_at_words(s);
+    if (any_late) x.look_at_unit(s);
+  }
+  const uint32_t place = (uint32_t)x.words.x;
+  const bool here = lane < K && place != kNowhere, repeated = place & kRepeated;
+  int row = -1;
+  if (here) {
+    const int local = (place & ~kRepeated) >> 16;
+    row = (int)(place & 0xFFFF) + local * s.c.num_ranks * s.c.max_tokens;
+#pragma unroll 1
+    for (int r = 0; r < x.source; r++) row += counts[r * L + local];
+  }
+  if (part == 0 && threadIdx.x < 32 && lane < K) {
+    const int at = (x.source * s.c.max_tokens + t) * K + lane;
+    s.c.handle.rows[at] = here && repeated ? row | kRepeatedRow : row;
+    s.c.handle.weights[at] = __uint_as_float((uint32_t)x.words.y);
+  }
+  if (repeated) row = -1; // an earlier lane brings it
+  if (!__any_sync(~0u, row >= 0)) return true;
+  const int line = threadIdx.x >> 3, scale = part * a.part_scales + line;
+  const bool has_scale = seat.is_tail && a.recv_scales && line < a.part_scales && scale < a.num_scales;
+  char *to = seat.is_tail ? (char *)(a.recv_scales + scale) : a.recv_x + seat.offset;
+  const uint32_t stride = seat.is_tail ? a.num_scales * 4 : s.c.row_bytes;
+#pragma unroll 1
+  for (int k = 0; k < K; k += 4)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int r = __shfl_sync(~0u, row, k + j);
+      if (r < 0) continue;
+      char *at = to + (uint64_t)(uint32_t)r * stride;
+      if (seat.has_data) *(uint4 *)at = x.unit;
+      if (has_scale) *(uint32_t *)at = scale_of(x.unit);
+    }
   return true;
+}
+
+// All threads: recv_count and what follows from it.
+EPCY_DEVICE void tell_counts(const epcy_low_latency_dispatch &a, const int *counts) {
+  const int G = gridDim.x, L = (int)a.call.num_local.by;
+#pragma unroll 1
+  for (int e = blockIdx.x + threadIdx.x * G; e < L; e += kThreads * G) {
+    int sum = 0;
+#pragma unroll 1
+    for (int r = 0; r < a.call.num_ranks; r++) sum += counts[r * L + e];
+    a.recv_count[e] = a.call.handle.counts[e] = sum;
+    if (!a.stats) continue;
+    if (a.stats_is_int64) atomicAdd((unsigned long long *)a.stats + e, (unsigned long long)sum);
+    else atomicAdd((int *)a.stats + e, sum);
+  }
+}
+
+// All threads: receive this block's items of every rank. `now`: one of this rank that did not take the wire, if `kept`.
+// What the call comes to; of use is nothing unless it is well.
+EPCY_DEVICE int receive(const LowLatency &s, const epcy_low_latency_dispatch &a, int *counts, Arrival now, bool kept,
+                        bool keeps) {
+  const int lane = s.lane, E = s.c.num_experts, at = threadIdx.x;
+  const uint64_t *words = s.counts(s.c.rank, 0);
+  const ulonglong2 headers = s.look_for_headers();
+  uint64_t count = at < E ? load_word(words + at) : 0;
+  int tokens, verdict = s.gather(headers, &tokens);
+  Patience patience;
+#pragma unroll 1
+  for (int i = at; i - lane < E; i += kThreads) {
+    if (i != at && i < E) count = load_word(words + i);
+    for (;;) {
+      const bool waits = i < E && !s.is_now(count);
+      if (verdict == EPCY_VERDICT_BROKEN || !EPCY_RARELY(__any_sync(~0u, waits))) break;
+      if (patience.over(s, waits, EPCY_CUDA_COUNTS, quotient(i, s.c.num_local), count)) verdict = EPCY_VERDICT_BROKEN;
+      if (waits) count = load_word(words + i);
+    }
+    if (i < E) counts[i] = (int)(uint32_t)count;
+  }
+  if (__syncthreads_or(verdict == EPCY_VERDICT_BROKEN)) verdict = EPCY_VERDICT_BROKEN;
+  if (blockIdx.x == 0 && at == 0) s.c.handle.found->verdict = verdict;
+  if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) return verdict;
+
+  // Rows come with the counts, so this is the time to look for them: one item ahead of the one that is worked on.
+  Way way = {(int)blockIdx.x, keeps ? 0 : -1, 0};
+  bool here = kept, told = false;
+  for (;;) {
+    Arrival next;
+    const bool more = way.next(s, tokens);
+    if (more) {
+      next.item = way.item, next.source = way.source;
+      next.words = make_ulonglong2(0, 0), next.unit = make_uint4(0, 0, 0, 0);
+      next.look_at_words(s), next.look_at_unit(s);
+    }
+    if (!told) tell_counts(a, counts);
+    told = true;
+    if (here && !place(s, a, counts, now)) return EPCY_VERDICT_BROKEN;
+    if (!more) break;
+    now = next, here = true;
+  }
+  if (blockIdx.x == 0 && at < s.c.num_ranks) s.c.handle.tokens[lane] = tokens;
+  return EPCY_VERDICT_OK;
 }

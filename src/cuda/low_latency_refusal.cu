@@ -8,28 +8,28 @@ struct Text {
   char bytes[EPCY_CUDA_TEXT_BYTES];
 };
 
-__global__ void __launch_bounds__(kThreads, 1)
-    refuse(const __grid_constant__ epcy_peers peers, const __grid_constant__ epcy_low_latency_wire wire, int kind,
-           uint32_t header, const __grid_constant__ Text text) {
-  const LowLatency s(peers, wire, kind, nullptr);
-  if (s.broken()) return;
+__global__ void __launch_bounds__(kThreads, 1) refuse(const __grid_constant__ epcy_low_latency_call call, int kind,
+                                                      const __grid_constant__ Text text) {
+  const LowLatency s(call, kind, nullptr);
+  if (__syncthreads_or(s.is_broken())) return;
   const bool first_warp = threadIdx.x < 32;
   bool ok = true;
   if (first_warp) {
     const uint64_t acks = s.look_for_acks();
-    s.acknowledge();
+    s.acknowledge(s.look_for_held());
     ok = s.wait_for_acks(acks);
   }
   if (__syncthreads_or(!ok)) return;
-  for (int i = threadIdx.x; i < s.num_ranks * EPCY_CUDA_TEXT_BYTES; i += kThreads)
-    s.text(i / EPCY_CUDA_TEXT_BYTES, s.me)[i % EPCY_CUDA_TEXT_BYTES] = text.bytes[i % EPCY_CUDA_TEXT_BYTES];
+  for (int i = threadIdx.x; i < call.num_ranks * EPCY_CUDA_TEXT_BYTES; i += kThreads)
+    s.text(i / EPCY_CUDA_TEXT_BYTES, call.rank)[i % EPCY_CUDA_TEXT_BYTES] = text.bytes[i % EPCY_CUDA_TEXT_BYTES];
   if (kind == EPCY_LOW_LATENCY_DISPATCH) { // counts are waited for together with headers, so they come too
-    const int L = (int)epcy_num_local_experts(&peers.shape);
-    for (int i = threadIdx.x; i < s.num_ranks * L; i += kThreads) store_word(s.counts(i / L, s.me) + i % L, s.word(0));
+    const int L = (int)call.num_local.by;
+    for (int i = threadIdx.x; i < call.num_ranks * L; i += kThreads)
+      store_word(s.counts(i / L, call.rank) + i % L, s.word(0));
   }
   __threadfence_system(); // the text before the word that says that it is there
   __syncthreads();
-  if (first_warp) s.announce(0, header);
+  if (first_warp) s.announce(0, call.header);
   // Nothing is received here, and nothing is kept for a hook: as if this had been received.
   s.leave(EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE, nullptr);
 }
@@ -40,6 +40,9 @@ extern "C" int epcy_cuda_launch_low_latency_refusal(const epcy_peers *peers, con
                                                     int kind, uint32_t header, const char *text, void *stream) {
   Text given = {};
   for (int i = 0; text && text[i] && i < EPCY_CUDA_TEXT_BYTES - 1; i++) given.bytes[i] = text[i];
-  refuse<<<1, kThreads, 0, (cudaStream_t)stream>>>(*peers, *wire, kind, header | EPCY_HEADER_REFUSED, given);
+  epcy_low_latency_call call = {};
+  call.peers = *peers, call.wire = *wire, call.header = header | EPCY_HEADER_REFUSED;
+  epcy_low_latency_constants(&call);
+  refuse<<<1, kThreads, 0, (cudaStream_t)stream>>>(call, kind, given);
   return cudaGetLastError();
 }

@@ -1,156 +1,137 @@
 // Low-latency combine: what a warp sends of a token, and how it makes a token's sum of what comes: by rank or at the source.
 #pragma once
-#include "row_format.cuh"
+#include "low_latency_rows.cuh"
 
-constexpr int kRows = 8;  // rows whose loads are in flight together
 constexpr int kLooks = 4; // lines of a thread that are waited for together
 
-// Whether ranks give weights to this call: not whether this one has an array, which without tokens may be at no address.
-EPCY_DEVICE bool gives_weights(const epcy_low_latency_combine &a) { return a.call.header & EPCY_LOW_LATENCY_WEIGHTS; }
-EPCY_DEVICE uint4 nothing() { return make_uint4(0, 0, 0, 0); }
-
-template <int Dtype> struct Sum {
-  static constexpr int kElements = Vector<Dtype>::kElements;
-  float acc[kElements];
-  EPCY_DEVICE Sum() {
-#pragma unroll
-    for (int i = 0; i < kElements; i++) acc[i] = 0.0f;
-  }
-  EPCY_DEVICE void add(const float *x) {
-#pragma unroll
-    for (int i = 0; i < kElements; i++) acc[i] = __fadd_rn(acc[i], x[i]);
-  }
-  EPCY_DEVICE void add(float weight, const float *x) {
-#pragma unroll
-    for (int i = 0; i < kElements; i++) acc[i] = __fadd_rn(acc[i], __fmul_rn(weight, x[i]));
-  }
-  EPCY_DEVICE uint4 round() const { return Vector<Dtype>::round(acc); }
-};
-
-// The lanes of a token whose rows are here; a whole warp, a lane each.
-struct Lanes {
-  int row;
-  float weight;
-  unsigned here, brings; // lanes with a row; those that name an expert first
-  EPCY_DEVICE Lanes(const epcy_low_latency_combine &a, int source, int t) { load(a, source, t); }
-  EPCY_DEVICE void load(const epcy_low_latency_combine &a, int source, int t) {
-    const int lane = threadIdx.x & 31, K = (int)a.call.peers.shape.num_topk;
-    const int64_t at = ((int64_t)source * a.call.peers.shape.num_low_latency_tokens + t) * K + lane;
-    row = -1, weight = 1.0f;
-    if (lane < K) row = a.call.handle.rows[at], weight = a.call.handle.weights[at];
-  }
-  EPCY_DEVICE void split(const epcy_low_latency_call &c) { // a handle whose dispatch failed may hold anything
-    const bool valid = row >= 0 && (row & ~kRepeatedRow) < (int)epcy_num_low_latency_rows(&c.peers.shape);
-    here = __ballot_sync(~0u, valid);
-    brings = __ballot_sync(~0u, valid && !(row & kRepeatedRow));
-    row &= ~kRepeatedRow;
-  }
-};
-
-template <typename Rows> EPCY_DEVICE uint4 load_row(const epcy_low_latency_combine &a, int row, const Rows &rows) {
-  return rows.has_data() ? __ldg((const uint4 *)(a.x + row * a.call.row_bytes + rows.offset())) : nothing();
-}
-
-// A whole warp: this rank's rows of a token, weighted, summed in the order of the lanes, and rounded.
-template <int Dtype, typename Rows>
-EPCY_DEVICE uint4 sum_rows(const epcy_low_latency_combine &a, const Lanes &l, const Rows &rows) {
-  Sum<Dtype> sum;
-  for (unsigned left = l.here; left;) {
-    uint4 v[kRows];
-    unsigned next = left;
-#pragma unroll
-    for (int j = 0; j < kRows; j++) {
-      const int row = __shfl_sync(~0u, l.row, next ? __ffs(next) - 1 : 0);
-      v[j] = next ? load_row(a, row, rows) : nothing();
-      next &= next - 1;
-    }
-#pragma unroll
-    for (int j = 0; j < kRows; j++)
-      if (left) {
-        float x[Sum<Dtype>::kElements];
-        Vector<Dtype>::load(v[j], x);
-        sum.add(__shfl_sync(~0u, l.weight, __ffs(left) - 1), x);
-        left &= left - 1;
-      }
-  }
-  return sum.round();
-}
-
-// A whole warp: wait until units that were looked at are of this call: those of `wire`, a bit each. `again(j)` looks at
-// unit j. False: gave up.
-template <typename Rows, typename Again>
-EPCY_DEVICE bool wait_for_lines(const LowLatency &s, const Rows &rows, const uint4 *v, unsigned wire, Again again,
+// A whole warp: wait until lines that were looked at are of this call: those of `wire`, a bit each, that the thread has at
+// at[j]. False: gave up.
+template <int N, typename Rows>
+EPCY_DEVICE bool wait_for_lines(const LowLatency &s, const Rows &rows, const uint4 *const *at, uint4 *v, unsigned wire,
                                 int peer) {
   Patience patience;
   for (;;) {
     unsigned mine = 0;
 #pragma unroll
-    for (int j = 0; j < kLooks; j++) mine |= wire >> j & 1 && rows.late(s, v[j]) ? 1u << j : 0u;
+    for (int j = 0; j < N; j++)
+      if (wire >> j & 1 && rows.late(s, v[j])) mine |= 1u << j;
     const unsigned any = __reduce_or_sync(~0u, mine);
-    if (!any) return true;
-    if (patience.over(s, mine, peer, 0)) return false;
+    if (!EPCY_RARELY(any)) return true;
+    if (patience.over(s, mine, EPCY_CUDA_LINES, peer, 0)) return false;
 #pragma unroll
-    for (int j = 0; j < kLooks; j++)
-      if (any >> j & 1) again(j);
+    for (int j = 0; j < N; j++)
+      if (any >> j & 1) rows.look(at[j], &v[j]);
   }
 }
 
 EPCY_DEVICE unsigned without_first(unsigned bits, int n) {
+#pragma unroll
   for (int i = 0; i < n; i++) bits &= bits - 1;
   return bits;
 }
 
-// ---- reduction="rank": a sum for each rank that holds rows of a token
-template <int Dtype, typename Rows> struct ByRank {
-  static constexpr uint32_t kHeader = 0;
-  // Weights that are given to the combine go to their experts' ranks first: each warp's own tokens.
-  EPCY_DEVICE static void send_weights(const LowLatency &s, const epcy_low_latency_combine &a) {
-    const int K = (int)a.call.peers.shape.num_topk, warp = threadIdx.x >> 5;
-    for (int t = blockIdx.x * kWarps + warp; t < a.call.num_tokens; t += gridDim.x * kWarps) {
-      if (s.lane >= K) continue;
-      const uint32_t lane = a.call.handle.lanes[(int64_t)t * K + s.lane], owner = lane & 255;
-      if (lane != kNowhere && (int)owner < s.num_ranks)
-        store_word(s.weights(owner, s.me, t) + s.lane,
-                   s.word(__float_as_uint(a.topk_weights[(int64_t)t * K + s.lane])));
+// What both reductions do on the way home: lines are looked at kLooks at a time, in the order of the sum. `which` are bits
+// of the parties, ranks or lanes; of `wire` those whose lines come; where(k) is k's slot, held(k) is what is here of the
+// others, add(k, x) takes a party's values. False: gave up.
+template <typename Rows, typename Where, typename Held, typename Add>
+EPCY_DEVICE bool gather_lines(const LowLatency &s, const Rows &rows, unsigned which, unsigned wire, Where where,
+                              Held held, Add add) {
+#pragma unroll 1
+  for (unsigned left = which; left; left = without_first(left, kLooks)) {
+    uint4 v[kLooks];
+    const uint4 *at[kLooks];
+    unsigned waits = 0;
+    auto party = [&](int j) { return __ffs(without_first(left, j)) - 1; }; // the j-th of those that are left
+#pragma unroll
+    for (int j = 0; j < kLooks; j++) {
+      const int k = party(j);
+      v[j] = nothing(), at[j] = nullptr;
+      if (k < 0) continue;
+      if (wire >> k & 1) at[j] = where(k), rows.look(at[j], &v[j]), waits |= 1u << j;
+      else v[j] = held(k);
+    }
+    if (!wait_for_lines<kLooks>(s, rows, at, v, waits, party(waits & 1 ? 0 : 1))) return false;
+#pragma unroll
+    for (int j = 0; j < kLooks; j++) {
+      const int k = party(j);
+      if (k < 0) break;
+      float x[Rows::N];
+      if (!(waits >> j & 1)) rows.own_values(v[j], x);
+      else if (!rows.values(s, at[j], v[j], k, x)) return false;
+      add(k, x);
     }
   }
-  // A whole warp: send its part of a token of `source`. False: gave up.
-  EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, int source, int t,
-                               const Rows &rows) {
-    if (gives_weights(a)) {
-      bool ok = true;
-      if (l.here >> s.lane & 1)
-        l.weight = __uint_as_float(s.wait(s.weights(s.me, source, t) + s.lane, EPCY_CUDA_COUNTS, source, &ok));
-      if (!__all_sync(~0u, ok)) return false;
+  return true;
+}
+
+// ---- reduction="rank": a sum for each rank that holds rows of a token. `Pair`: of two ranks, by a call that sends and
+// receives, without weights.
+template <int Dtype, typename Rows, bool Pair> struct ByRank {
+  static constexpr uint32_t kHeader = 0;
+  uint4 theirs;
+  const uint4 *at;
+  unsigned ranks; // that hold rows of the token
+
+  // Weights that are given to the combine go to their experts' ranks first: each warp's own tokens.
+  EPCY_DEVICE static void send_weights(const LowLatency &s, const epcy_low_latency_combine &a) {
+    const int K = s.c.num_topk, warp = threadIdx.x >> 5;
+#pragma unroll 1
+    for (int t = blockIdx.x * kWarps + warp; t < s.c.num_tokens; t += gridDim.x * kWarps) {
+      if (s.lane >= K) continue;
+      const uint32_t lane = s.c.handle.lanes[t * K + s.lane], owner = lane & 255;
+      if (lane != kNowhere && (int)owner < s.c.num_ranks)
+        store_word(s.weights(owner, s.c.rank, t) + s.lane, s.word(__float_as_uint(a.topk_weights[t * K + s.lane])));
     }
-    const uint4 v = sum_rows<Dtype>(a, l, rows);
-    rows.send(s, s.sum(source, (int64_t)s.me * a.call.peers.shape.num_low_latency_tokens + t), v);
+  }
+  // Wait for them. False: gave up.
+  EPCY_DEVICE static bool receive_weights(const LowLatency &s, int source, int t, Lanes &l) {
+    const uint64_t *word = s.weights(s.c.rank, source, t) + s.lane;
+    uint64_t v = s.word(0);
+    Patience patience;
+    for (;;) {
+      if (l.here >> s.lane & 1) v = load_word(word);
+      if (__all_sync(~0u, s.is_now(v))) break;
+      if (patience.over(s, !s.is_now(v), EPCY_CUDA_COUNTS, source, v)) return false;
+    }
+    l.weight = __uint_as_float((uint32_t)v);
+    return true;
+  }
+  EPCY_DEVICE static uint32_t slot(const LowLatency &s, int from, int t) { return from * s.c.max_tokens + t; }
+
+  // On the way home, of a token whose lanes are `l`; and a first look at what comes.
+  EPCY_DEVICE void split(const LowLatency &s, const Lanes &l) {
+    ranks = l.others & (0xFFFFFFFFu >> (32 - s.c.num_ranks));
+  }
+  EPCY_DEVICE void look(const LowLatency &s, const Rows &rows, int t) {
+    if constexpr (Pair)
+      if (ranks >> (s.c.rank ^ 1) & 1) at = s.sum(s.c.rank, slot(s, s.c.rank ^ 1, t)), rows.look(at, &theirs);
+  }
+  // A whole warp: send its part of a token of `source`; then, or before, call `next`. False: gave up.
+  template <typename Next>
+  EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, List &list, int source,
+                               int t, const Rows &rows, Next next) {
+    if (!Pair && gives_weights(a) && !receive_weights(s, source, t, l)) return false;
+    const uint4 sum = sum_rows<Dtype>(a, l, list, rows, next);
+    rows.send(s, s.sum(source, slot(s, s.c.rank, t)), sum);
     return true;
   }
   // A whole warp: its part of a token of this rank; `own` is this rank's sum if `keeps`. False: gave up.
-  EPCY_DEVICE static bool receive(const LowLatency &s, const epcy_low_latency_combine &a, unsigned ranks, int t,
-                                  const Rows &rows, bool keeps, const uint4 &own, uint4 *out) {
+  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &, const Lanes &, int t, const Rows &rows,
+                           bool keeps, const uint4 &own, uint4 *out) {
     Sum<Dtype> sum;
-    for (unsigned left = ranks; left; left = without_first(left, kLooks)) {
-      uint4 v[kLooks];
-      unsigned wire = 0;
-      auto from = [&](int j) { return __ffs(without_first(left, j)) - 1; }; // the j-th rank of those that are left
-      auto slot = [&](int j) { return s.sum(s.me, (int64_t)from(j) * a.call.peers.shape.num_low_latency_tokens + t); };
-      auto look = [&](int j) { rows.look(slot(j), &v[j]); };
-#pragma unroll
-      for (int j = 0; j < kLooks; j++) {
-        v[j] = own;
-        if (from(j) >= 0 && !(keeps && from(j) == s.me)) look(j), wire |= 1u << j;
+    const unsigned wire = keeps ? ranks & ~(1u << s.c.rank) : ranks;
+    if constexpr (Pair) { // 0 + a + b = 0 + b + a
+      float x[Rows::N];
+      if (ranks >> s.c.rank & 1) rows.own_values(own, x), sum.add(x);
+      if (wire) {
+        if (!wait_for_lines<1>(s, rows, &at, &theirs, 1, s.c.rank ^ 1)) return false;
+        rows.values(s, at, theirs, s.c.rank ^ 1, x), sum.add(x);
       }
-      if (!wait_for_lines(s, rows, v, wire, look, from(wire & 1 ? 0 : 1))) return false;
-#pragma unroll
-      for (int j = 0; j < kLooks; j++) {
-        if (from(j) < 0) continue;
-        float x[Sum<Dtype>::kElements];
-        if (!(wire >> j & 1)) rows.own_values(v[j], x);
-        else if (!rows.values(s, slot(j), v[j], from(j), x)) return false;
-        sum.add(x);
-      }
+    } else {
+      auto where = [&](int r) { return s.sum(s.c.rank, slot(s, r, t)); };
+      auto held = [&](int) { return own; };
+      auto add = [&](int, const float *x) { sum.add(x); };
+      if (!gather_lines(s, rows, ranks, wire, where, held, add)) return false;
     }
     *out = sum.round();
     return true;
@@ -158,68 +139,47 @@ template <int Dtype, typename Rows> struct ByRank {
 };
 
 // ---- reduction="source": every row travels
-template <int Dtype, typename Rows> struct BySource {
+template <int Dtype, typename Rows, bool> struct BySource {
   static constexpr uint32_t kHeader = EPCY_LOW_LATENCY_SOURCE;
-  EPCY_DEVICE static void send_weights(const LowLatency &, const epcy_low_latency_combine &) {}
-  EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &l, int source,
-                               int t, const Rows &rows) {
-    for (unsigned left = l.brings; left;) {
+  EPCY_DEVICE void split(const LowLatency &, const Lanes &) {}
+  EPCY_DEVICE void look(const LowLatency &, const Rows &, int) {}
+  template <typename Next>
+  EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, List &list, int source,
+                               int t, const Rows &rows, Next next) {
+    list.fill(l.brings, l.row, s.lane);
+    const char *y = payload_of(a, rows);
+    const List *left = &list;
+    int n = __popc(l.brings);
+    next();
+#pragma unroll 1
+    for (; n > 0; n -= kRows, left = left->after(kRows)) {
       uint4 v[kRows];
-      unsigned next = left;
+      load_rows(a, left->row, n, y, v);
 #pragma unroll
       for (int j = 0; j < kRows; j++) {
-        const int row = __shfl_sync(~0u, l.row, next ? __ffs(next) - 1 : 0);
-        v[j] = next ? load_row(a, row, rows) : nothing();
-        next &= next - 1;
+        if (j >= n) break;
+        rows.send(s, s.sum(source, (uint32_t)t * s.c.num_topk + left->with[j]), v[j]);
       }
-#pragma unroll
-      for (int j = 0; j < kRows; j++)
-        if (left) {
-          rows.send(s, s.sum(source, (int64_t)t * a.call.peers.shape.num_topk + (__ffs(left) - 1)), v[j]);
-          left &= left - 1;
-        }
     }
     return true;
   }
-  EPCY_DEVICE static bool receive(const LowLatency &s, const epcy_low_latency_combine &a, int t, const Rows &rows,
-                                  bool keeps, const Lanes &own, uint4 *out) {
-    const int K = (int)a.call.peers.shape.num_topk;
-    const int64_t at = (int64_t)t * K + s.lane;
-    uint32_t lane = kNowhere;
-    float weight = 0.0f;
-    if (s.lane < K) {
-      lane = a.call.handle.lanes[at];
-      weight = gives_weights(a) ? a.topk_weights[at] : a.call.handle.lane_weights[at];
-    }
-    const bool used = lane != kNowhere && (int)(lane >> 8) < K;
-    const unsigned mine = __ballot_sync(~0u, used && keeps && (int)(lane & 255) == s.me);
+  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &l, int t,
+                           const Rows &rows, bool keeps, const uint4 &, uint4 *out) {
+    const int K = s.c.num_topk;
+    const bool used = l.others != kNowhere && (int)(l.others >> 8) < K;
+    const unsigned mine = __ballot_sync(~0u, used && keeps && (int)(l.others & 255) == s.c.rank);
+    const unsigned which = __ballot_sync(~0u, used);
     Sum<Dtype> sum;
-    for (unsigned left = __ballot_sync(~0u, used); left; left = without_first(left, kLooks)) {
-      uint4 v[kLooks];
-      unsigned wire = 0;
-      auto which = [&](int j) { return __ffs(without_first(left, j)) - 1; }; // the j-th lane of those that are left
-      auto slot = [&](int j) { return s.sum(s.me, (int64_t)t * K + (__shfl_sync(~0u, lane, which(j)) >> 8)); };
-      auto look = [&](int j) { rows.look(slot(j), &v[j]); };
-#pragma unroll
-      for (int j = 0; j < kLooks; j++) {
-        const int k = which(j);
-        v[j] = nothing();
-        if (k < 0) continue;
-        const int row = __shfl_sync(~0u, own.row, k);
-        if (!(mine >> k & 1)) look(j), wire |= 1u << j;
-        else if (own.here >> k & 1) v[j] = load_row(a, row, rows);
-      }
-      if (!wait_for_lines(s, rows, v, wire, look, __shfl_sync(~0u, lane, which(0)) & 255)) return false;
-#pragma unroll
-      for (int j = 0; j < kLooks; j++) {
-        const int k = which(j);
-        if (k < 0) continue;
-        float x[Sum<Dtype>::kElements];
-        if (!(wire >> j & 1)) rows.own_values(v[j], x);
-        else if (!rows.values(s, slot(j), v[j], __shfl_sync(~0u, lane, k) & 255, x)) return false;
-        sum.add(__shfl_sync(~0u, weight, k), x);
-      }
-    }
+    auto where = [&](int k) {
+      return s.sum(s.c.rank, (uint32_t)t * K + (__shfl_sync(~0u, l.others, k) >> 8));
+    };
+    const char *y = payload_of(a, rows);
+    auto held = [&](int k) {
+      const int row = __shfl_sync(~0u, l.row, k);
+      return l.here >> k & 1 ? load_early(in_row(a, y, row)) : nothing();
+    };
+    auto add = [&](int k, const float *x) { sum.add(__shfl_sync(~0u, l.weight, k), x); };
+    if (!gather_lines(s, rows, which, which & ~mine, where, held, add)) return false;
     *out = sum.round();
     return true;
   }

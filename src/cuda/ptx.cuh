@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #define EPCY_DEVICE __device__ __forceinline__
+#define EPCY_RARELY(condition) __builtin_expect(condition, 0) // what follows it moves out of the way
 
 // ---- words that ranks exchange: one thread; relaxed unless named otherwise; 8-byte aligned
 EPCY_DEVICE uint64_t load_word(const uint64_t *p) {
@@ -31,6 +32,41 @@ EPCY_DEVICE uint64_t global_time_ns() {
 EPCY_DEVICE uint32_t load_local(const uint32_t *p) {
   uint32_t v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// Loads of what no kernel that runs writes, issued where they stand: the compiler would move them to their first use,
+// behind another load that is waited for.
+EPCY_DEVICE uint4 load_early(const uint4 *p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Without a branch: nothing unless `wanted`.
+EPCY_DEVICE uint4 load_early_if(bool wanted, const uint4 *p) {
+  uint4 v;
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p), "r"((uint32_t)wanted));
+  return v;
+}
+// Have an address in registers from here on, instead of computing it again at every use.
+template <typename T> EPCY_DEVICE void keep(T *&p) { asm("" : "+l"(p)); }
+// One word, or two; nothing is done with them yet, which would wait for them.
+EPCY_DEVICE void load_early(bool two, const void *p, int32_t *low, int32_t *high) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.v2.s32 {%0,%1}, [%2]; @!p ld.global.nc.s32 %0, [%2];}"
+               : "=r"(*low), "=r"(*high)
+               : "l"(p), "r"((uint32_t)two));
+}
+EPCY_DEVICE int32_t load_early(const int32_t *p) {
+  int32_t v;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+EPCY_DEVICE uint32_t load_early(const uint32_t *p) { return (uint32_t)load_early((const int32_t *)p); }
+EPCY_DEVICE float load_early(const float *p) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
 

@@ -20,7 +20,7 @@ template <int Dtype> struct PlainRows {
   EPCY_DEVICE void send(const LowLatency &s, uint4 *slot, const uint4 &payload) const {
     if (seat.line_is_real) store_unit(slot + seat.at, seat.is_tail ? tail(s.epoch, 0) : payload);
   }
-  // What this thread sees of the wire, whether that is of an earlier call, and what it stands for.
+  // What this thread sees of a slot, whether that is of an earlier call, and what it stands for.
   EPCY_DEVICE void look(const uint4 *slot, uint4 *v) const {
     if (seat.line_is_real) *v = load_unit(slot + seat.at);
   }
@@ -96,6 +96,7 @@ template <int Dtype> struct LogRows {
   }
   EPCY_DEVICE static int num_lines(uint32_t exponents) {
     int units = 1;
+#pragma unroll
     for (int g = 0; g < kGroups; g++) units += (exponents >> (8 * g) & 255) == EPCY_LOGFMT_RAW ? kGroupLanes : kCoded;
     return max(kLines, (units + 6) / 7);
   }
@@ -125,6 +126,7 @@ template <int Dtype> struct LogRows {
     }
     __syncwarp();
     const int lines = num_lines(exponents);
+#pragma unroll 1
     for (int i = lane; i < lines * 8; i += 32)
       store_unit(slot + first_line * 8 + i, i % 8 == 7 ? tail(s.epoch, 0) : piece()[i / 8 * 7 + i % 8]);
   }
@@ -152,7 +154,7 @@ template <int Dtype> struct LogRows {
         if (lane < more) w = load_unit(slot + first_line * 8 + i);
         const bool waits = lane < more && lane % 8 == 7 && w.x != s.epoch;
         if (!__any_sync(~0u, waits)) break;
-        if (patience.over(s, waits, from, w.x)) return false;
+        if (patience.over(s, waits, EPCY_CUDA_LINES, from, (uint64_t)w.x << 32)) return false;
       }
       if (lane < more && i % 8 < 7) piece()[i / 8 * 7 + i % 8] = w;
     }
