@@ -4,6 +4,7 @@ from typing import Any
 from typing_extensions import disjoint_base
 
 from epcy.backends.call import CombineCall
+from epcy.backends.meter import Meter
 from epcy.event import Event
 from epcy.handle import Dispatch, Handle
 
@@ -13,6 +14,8 @@ class Backend:
     def timeout(self) -> float: ...
     @property
     def broken(self) -> bool: ...
+    @property
+    def meter(self) -> Meter | None: ...
     @property
     def low_latency_transport(self) -> str | None: ...
     def __init__(

@@ -22,6 +22,7 @@ from epcy.backends.cuda cimport *
 from epcy.backends.cuda_low_latency cimport (
     EPCY_LOW_LATENCY_FP8, EPCY_LOW_LATENCY_LOGFMT, EPCY_LOW_LATENCY_ROUND_SCALE, EPCY_LOW_LATENCY_SOURCE,
     EPCY_LOW_LATENCY_UE8M0, EPCY_LOW_LATENCY_WEIGHTS, epcy_cuda_launch_reset, epcy_low_latency_wire_layout)
+from epcy.backends.counters cimport Counters
 from epcy.backends.symmetric cimport check
 from epcy.event cimport Event
 from epcy.handle cimport Combine, Dispatch, Handle
@@ -170,6 +171,10 @@ cdef class NvshmemBackend(Backend):
             self.peers.timeout_ns = <int64_t>(self.timeout * 1e9)
             check(epcy_cuda_stream(<void **>&self.own_stream), "cudaStreamCreate")
             check(epcy_cuda_load(), "loading kernels")
+            if self.meter is not None:
+                self.counters = Counters()
+                self.counters.open(self.meter, self.start + self.peers.control.counters, self.device,
+                                   epcy_num_local_experts(&self.shape))
             self.choose_blocks(options["num_sms"])
             options["num_sms"] = max(options["num_sms"] or self.combine_blocks, self.dispatch_peer_blocks * (
                 self.num_ranks - 1) + self.dispatch_own_blocks)
@@ -354,6 +359,8 @@ cdef class NvshmemBackend(Backend):
                 check(epcy_cuda_launch_dispatch(&d, <void *>stream), "launching dispatch")
             event = self.end(call, stream, capturing,
                              [call.x.owner, call.topk_idx, call.topk_weights, call.scales, handle])
+            if self.meter is not None and self.meter.flows is not None and not capturing:
+                self.counters.follow(OP_DISPATCH, handle.routing.chunk_count, handle)
             if waits:
                 self.wait_report(d.peers.ticket, 0, self.num_ranks, handle.experts.size, "dispatch")
                 handle.num_rows = <uint32_t>self.mapped.report.num_rows
@@ -437,6 +444,8 @@ cdef class NvshmemBackend(Backend):
                 check(epcy_cuda_launch_combine(&c, self.combine_blocks, <void *>stream), "launching combine")
             if call.consumed >= 0:
                 self.taken[call.consumed] = False
+            if self.meter is not None and self.meter.flows is not None and not capturing:
+                self.counters.follow(OP_COMBINE, handle.routing.recv_count, handle)
             r = Combine.__new__(Combine)
             r.combined_x = call.out.owner
             if call.out_weights is not None:
@@ -743,6 +752,9 @@ cdef class NvshmemBackend(Backend):
                     self.barrier(OP_FREE)
                     agreed = True
             finally:
+                if self.counters is not None:
+                    self.counters.read()
+                    self.meter.refresh = None       # the memory goes
                 self.close_areas()
                 self.alive, self.captured = [], []
             if agreed and not MPI.Is_finalized():

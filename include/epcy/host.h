@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "epcy/layout.h"
+#include "epcy/meter.h"
 
 #define EPCY_TEXT_BYTES 512
 
@@ -44,7 +45,7 @@ typedef struct epcy_status {
   int64_t num_calls[EPCY_NUM_OPS];
 } epcy_status;
 #define EPCY_STATUS_MAGIC 0x7375746174737965ull
-#define EPCY_STATUS_VERSION 2
+#define EPCY_STATUS_VERSION 3 /* 3: with epcy_gauges at EPCY_GAUGES_AT */
 
 /* What a rank says when it enters a call. Fields up to `has_weights`, `alignment` and `routing` must be equal on all
  * ranks. */
@@ -99,6 +100,7 @@ typedef struct epcy_host {
   epcy_status *page;      /* the status file, or NULL */
   int64_t *scratch;       /* R + E numbers for the call in progress */
   struct epcy_pool *pool; /* NULL: one thread */
+  epcy_meter *meter;      /* NULL: nothing is counted */
 } epcy_host;
 
 /* A dispatch as the kernels need it. */
@@ -150,6 +152,7 @@ typedef struct epcy_low_latency_receive {
   int64_t row_bytes, scale_bytes;
   epcy_route *routes; /* the source's own, which get their rows */
   int64_t num_tokens;
+  int64_t *tokens; /* out: (R,) rows to each rank, then (R,) from each; one for each expert */
 } epcy_low_latency_receive;
 
 /* A low-latency combine: `sum` with expert weights, rows from where the headers say. */
@@ -175,6 +178,8 @@ int64_t *epcy_host_expert_counts(const epcy_host *h, int64_t rank, uint64_t epoc
 uint64_t epcy_host_word(const epcy_host *h, int64_t rank, int word);
 void epcy_host_store(epcy_host *h, int word, uint64_t value);
 void epcy_host_phase(epcy_host *h, int op, int phase);
+void epcy_host_open_call(epcy_host *h, int op); /* a call's time begins here, before its first phase */
+void epcy_host_span(epcy_host *h, int span);    /* what was done since the last span, or phase, of this call */
 /* Wait until `word` of every rank is at least `value`; at most slice_ns. */
 int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_ns);
 
