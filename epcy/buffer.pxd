@@ -12,4 +12,5 @@ cdef class Buffer(LowLatencyCalls):
     cdef readonly object comm, topology, options
     cdef object _token              # marks this Buffer's handles
     cdef dict _shape
+    cdef object _num_sms            # as given or set; None: the backend's own choice
     cdef int64_t _num_max_tokens, _hidden, _num_experts, _num_topk

@@ -229,6 +229,10 @@ cdef class Backend:
         """Give out a low-latency combine area, until the combine that uses it is received."""
         return self.low_latency.inputs[self.low_latency.give_input()][kind]
 
+    def use_sms(self, num_sms):
+        """Let calls use so much of the machine from now on."""
+        raise NotImplementedError
+
     # ---- what has no meaning where every call is over when it returns ------------------------------------------
 
     def capture(self):

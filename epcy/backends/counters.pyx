@@ -8,13 +8,20 @@ The last 1024 calls of a kind have stamps: of more between two readings, the ear
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
+import contextlib
+import os
+import time
+
 import numpy as np
 
 from epcy.backends.cuda cimport *
 from epcy.backends.meter cimport (
-    EPCY_METER_OPS, EPCY_NUM_SPANS, EPCY_SPAN_CALL, RECEIVE_ROWS, Meter, epcy_gauge_experts, epcy_gauges, epcy_meter,
-    epcy_meter_record, epcy_meter_rows)
+    EPCY_GAUGES_AT, EPCY_METER_OPS, EPCY_NUM_SPANS, EPCY_SPAN_CALL, RECEIVE_ROWS, Meter, epcy_gauge_experts, epcy_gauges,
+    epcy_gauges_bytes, epcy_meter, epcy_meter_record, epcy_meter_rows)
 from epcy.backends.symmetric cimport check
+
+from epcy import status as status_pages
+from epcy.errors import ArgumentError
 
 
 cdef class Counters:
@@ -28,6 +35,57 @@ cdef class Counters:
         check(epcy_cuda_compare_clocks(20, &self.ahead_ns, &error_ns), "comparing clocks")
         meter.clock_error_ns = error_ns
         meter.refresh = self.read
+        return 0
+
+    cdef object open_page(self, directory):
+        """Make the status page of this rank; returns an error, or None. What it says of calls is what the host does."""
+        cdef uint8_t[::1] view
+        if directory == "":
+            return None
+        nbytes = EPCY_GAUGES_AT + epcy_gauges_bytes(self.num_experts)
+        try:
+            self.page, self.page_path = status_pages.open_page(status_pages.folder(directory), self.meter.rank, nbytes)
+        except ArgumentError as error:
+            return error
+        except OSError as error:
+            return ArgumentError(f"status_dir: could not make a status page: {error}; set EPCY_STATUS_DIR")
+        view = self.page
+        self.status = <epcy_status *>&view[0]
+        self.meter.attach(self.page)
+        self.status.version, self.status.pid = EPCY_STATUS_VERSION, os.getpid()
+        self.status.rank, self.status.size = self.meter.rank, self.meter.num_ranks
+        self.status.since_ns, self.status.magic = time.monotonic_ns(), EPCY_STATUS_MAGIC
+        return None
+
+    cdef int enter(self, int op) except -1:
+        """The host begins a call."""
+        if self.status != NULL:
+            self.status.op, self.status.phase, self.status.since_ns = op, EPCY_PHASE_DATA, time.monotonic_ns()
+            self.status.num_calls[op] += 1
+            self.status.epoch += 1
+        return 0
+
+    cdef int leave(self) except -1:
+        """The host leaves a call, outside of captures; once a second the page's running sums are brought up to date."""
+        cdef int64_t now
+        if self.status != NULL:
+            now = time.monotonic_ns()
+            self.status.phase, self.status.since_ns = EPCY_PHASE_IDLE, now
+            if now - self.last_read_ns > 1_000_000_000 and self.meter.flows is None:
+                self.last_read_ns = now
+                self.read()
+        return 0
+
+    cdef int close(self) except -1:
+        """Read a last time: the memory goes; and so does the page."""
+        self.read()
+        self.meter.refresh = None
+        self.meter.attach(None)
+        self.status = NULL
+        if self.page_path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.page_path)
+        self.page = self.page_path = None
         return 0
 
     cdef int follow(self, int op, const void *chunk_counts, object owner) except -1:

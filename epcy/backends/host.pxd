@@ -128,6 +128,7 @@ cdef extern from "epcy/host.h" nogil:
     int64_t epcy_host_control_bytes(const epcy_shape *shape)
     int epcy_host_open(epcy_host *h, double spin_us, int num_threads)
     void epcy_host_close(epcy_host *h)
+    int epcy_host_use_threads(epcy_host *h, int num_threads)
     epcy_status *epcy_host_status(const epcy_host *h, int64_t rank)
     epcy_record *epcy_host_record(const epcy_host *h, int64_t rank, uint64_t epoch)
     int64_t *epcy_host_counts(const epcy_host *h, int64_t rank, uint64_t epoch)

@@ -126,6 +126,12 @@ cdef class HostBackend(Backend):
             epcy_host_close(&self.h)
             free(self.h.base)
 
+    def use_sms(self, num_sms):
+        """Let calls use so many threads from now on; None: one."""
+        cdef int code = epcy_host_use_threads(&self.h, num_sms or 1)
+        if code:
+            raise HeapError(f"num_sms: could not start {num_sms} threads ({os.strerror(code)}; rank {self.rank}); give fewer")
+
     cdef object open_status(self, directory):
         """Map the status file; the first fields of it and of the status in the window."""
         cdef epcy_status start

@@ -180,7 +180,8 @@ cdef class NvshmemBackend(Backend):
                 self.num_ranks - 1) + self.dispatch_own_blocks)
             self.pool, self.alive, self.captured = cupy.cuda.MemoryPool(), [], []
             self.open_areas(self.memory)
-            bootstrap.exchange(comm, None, None, self.timeout, "Buffer()")  # every control region is zero now
+            error = self.counters.open_page(options["status_dir"]) if self.counters is not None else None
+            bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")  # every control region is zero now
         finally:
             epcy_cuda_set_device(previous, NULL)
 
@@ -197,6 +198,10 @@ cdef class NvshmemBackend(Backend):
         self.expert_copy_blocks = max(0, rest - self.expert_own_blocks)
         self.combine_blocks = num_sms or 24
         self.combine_expert_blocks = num_sms or 128
+
+    def use_sms(self, num_sms):
+        """Let calls use so many blocks from now on, or (None) the usual ones; handles made before know theirs."""
+        self.choose_blocks(num_sms)
 
     def num_blocks(self, str op, str layout):
         """How many blocks, each with a multiprocessor of its own, a "dispatch" or "combine" takes."""
@@ -250,6 +255,8 @@ cdef class NvshmemBackend(Backend):
             return event
         event.keeps = keeps
         self.last, self.last_stream = event, stream
+        if self.counters is not None:
+            self.counters.leave()
         while self.alive and (<CudaEvent>self.alive[0]).query():
             (<CudaEvent>self.alive.pop(0)).keeps = None
         self.alive.append(event)
@@ -347,6 +354,8 @@ cdef class NvshmemBackend(Backend):
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             stream = self.begin(call, &capturing)
+            if self.counters is not None and not capturing:
+                self.counters.enter(OP_DISPATCH)
             if waits and capturing:
                 raise StateError(f"num_worst_tokens: a dispatch inside a graph capture cannot wait for its count (rank "
                                  f"{self.rank}); give num_worst_tokens, or handle=")
@@ -396,6 +405,8 @@ cdef class NvshmemBackend(Backend):
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             stream = self.begin(call, &capturing)
+            if self.counters is not None and not capturing:
+                self.counters.enter(OP_COMBINE)
             if call.area >= 0:
                 area = self.start + self.heap_layout.combine[call.area]
             memset(&c, 0, sizeof(c))
@@ -753,8 +764,7 @@ cdef class NvshmemBackend(Backend):
                     agreed = True
             finally:
                 if self.counters is not None:
-                    self.counters.read()
-                    self.meter.refresh = None       # the memory goes
+                    self.counters.close()
                 self.close_areas()
                 self.alive, self.captured = [], []
             if agreed and not MPI.Is_finalized():

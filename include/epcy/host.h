@@ -100,6 +100,7 @@ typedef struct epcy_host {
   epcy_status *page;      /* the status file, or NULL */
   int64_t *scratch;       /* R + E numbers for the call in progress */
   struct epcy_pool *pool; /* NULL: one thread */
+  int num_threads;        /* of the pool, the caller among them */
   epcy_meter *meter;      /* NULL: nothing is counted */
 } epcy_host;
 
@@ -170,6 +171,7 @@ extern "C" {
 int64_t epcy_host_control_bytes(const epcy_shape *shape);
 int epcy_host_open(epcy_host *h, double spin_us, int num_threads); /* 0, or an errno */
 void epcy_host_close(epcy_host *h);
+int epcy_host_use_threads(epcy_host *h, int num_threads); /* from now on; 0, or an errno */
 char *epcy_host_wire(const epcy_host *h, int64_t rank); /* what low_latency.c lays out */
 epcy_status *epcy_host_status(const epcy_host *h, int64_t rank);
 epcy_record *epcy_host_record(const epcy_host *h, int64_t rank, uint64_t epoch);

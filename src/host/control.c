@@ -180,13 +180,27 @@ int epcy_host_open(epcy_host *h, double spin_us, int num_threads) {
   h->epoch = 0;
   h->spin_us = spin_us;
   h->pool = NULL;
+  h->num_threads = 1;
   h->scratch = malloc(sizeof(int64_t) * (size_t)(h->shape.num_ranks + h->shape.num_experts));
   if (!h->scratch) return ENOMEM;
   memset(h->base[h->rank], 0, (size_t)wire_at(&h->shape));
   for (int i = 0; h->shape.num_low_latency_tokens && i < EPCY_NUM_LOW_LATENCY_KINDS * EPCY_NUM_SLOTS; i++)
     memset(epcy_low_latency_header_at(h, h->rank, i / EPCY_NUM_SLOTS, i % EPCY_NUM_SLOTS), 0,
            sizeof(epcy_low_latency_header));
-  return num_threads > 1 ? epcy_pool_open(&h->pool, num_threads) : 0;
+  return epcy_host_use_threads(h, num_threads);
+}
+
+int epcy_host_use_threads(epcy_host *h, int num_threads) {
+  if (num_threads > h->num_threads) {
+    struct epcy_pool *larger;
+    const int error = epcy_pool_open(&larger, num_threads);
+    if (error) return error;
+    epcy_pool_close(h->pool);
+    h->pool = larger;
+    h->num_threads = num_threads;
+  }
+  if (h->pool) epcy_pool_limit(h->pool, num_threads);
+  return 0;
 }
 
 void epcy_host_close(epcy_host *h) {
