@@ -86,10 +86,16 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(run=top)
     for name, text, seconds in (
         ("calibrate", "measure what buf.explain() predicts with, on this machine and so many ranks", 10.0),
-        ("tune", "find the num_sms with which calls of a shape are fastest; Buffers use it from then on", 30.0),
+        (
+            "tune",
+            "find the num_sms with which calls of a shape are fastest; Buffers use it from then on",
+            30.0,
+        ),
     ):
         command = commands.add_parser(name, help=text, description=f"{text}; under mpiexec, with -m mpi4py")
-        command.add_argument("--backend", choices=("host", "nvshmem"), help="what moves the tokens (epcy's choice)")
+        command.add_argument(
+            "--backend", choices=("host", "nvshmem"), help="what moves the tokens (epcy's choice)"
+        )
         command.add_argument(
             "--seconds", type=float, default=seconds, metavar="S", help="how long, about (%(default)s)"
         )

@@ -253,7 +253,8 @@ cdef class Buffer(LowLatencyCalls):
         if op not in model.OPERATIONS:
             raise ArgumentError(f"op: expected one of {', '.join(model.OPERATIONS)}, got {op!r} (rank {self.rank})")
         if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
-            raise ArgumentError(f"num_tokens: expected a whole number, at least 0, got {num_tokens!r} (rank {self.rank})")
+            raise ArgumentError(f"num_tokens: expected a whole number, at least 0, got {num_tokens!r} "
+                                f"(rank {self.rank})")
         widths = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1 + 4 / 128}
         if dtype is not None and dtype not in widths:
             raise ArgumentError(f"dtype: expected one of {', '.join(widths)}, got {dtype!r} (rank {self.rank})")
@@ -262,14 +263,14 @@ cdef class Buffer(LowLatencyCalls):
         constants = model.stored(op, self.backend, self.size, self.topology.num_nodes)
         terms = {} if constants is None else model.predict(constants, load)
         floor = None if constants is None else load.num_bytes / max(constants.large_gbps, constants.small_gbps) / 1e3
-        times, tokens = None, 0
+        times, rows = None, 0
         if self._backend.meter is not None:
             stats = self._backend.meter.read()
             times = stats.kernels.get(op)
             dispatched = stats.kernels.get("dispatch")
-            tokens = stats.num_tokens_sent / dispatched.count if dispatched is not None else 0
+            rows = stats.num_tokens_sent / dispatched.count if dispatched is not None else 0
         return model.Explanation(op, load, floor, terms, None if times is None else times.p50_us,
-                                 0 if times is None else times.count, tokens)
+                                 0 if times is None else times.count, rows)
 
     # ---- the calls ------------------------------------------------------------------------------------------
 

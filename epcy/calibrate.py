@@ -30,9 +30,7 @@ def time_calls(buf: Any, num_tokens: int, num_topk: int, seconds: float, warmup:
     xp, rng = buf.xp, np.random.default_rng([7, buf.rank])
     num_experts, hidden = buf.options["num_experts"], buf.options["hidden"]
     x = xp.zeros((num_tokens, hidden), np.float16)
-    idx = xp.asarray(
-        np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :num_topk].astype(np.int64)
-    )
+    idx = xp.asarray(np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :num_topk].astype(np.int64))
     weights = xp.ones((num_tokens, num_topk), np.float32)
     times: dict[str, list[float]] = {operation: [] for operation in OPERATIONS}
 
@@ -106,7 +104,7 @@ def constants_of(us: dict[str, float], num_ranks: int, num_experts: int) -> Cons
         load(HIDDEN, SMALL_TOKENS),
         load(HIDDEN, LARGE_TOKENS),
     )
-    # The thin rows' own bytes are taken off at the rate of the large ones, which in turn needs the lanes: twice is enough.
+    # The thin rows' own bytes are taken off at the rate of the large ones, which in turn needs the lanes.
     lane_ns, large_gbps = 0.0, 1.0
     for _ in range(4):
         moving_us = max(us["large"] - fixed - large.num_lanes * lane_ns / 1e3, 0.01 * us["large"])
@@ -115,6 +113,4 @@ def constants_of(us: dict[str, float], num_ranks: int, num_experts: int) -> Cons
         lane_ns = max(0.0, rest_us * 1e3 / thin.num_lanes)
     moving_us = max(us["small"] - fixed - small.num_lanes * lane_ns / 1e3, 0.05 * us["small"])
     small_gbps = small.num_bytes / moving_us / 1e3
-    return Constants(
-        fixed, lane_ns, small_gbps, large_gbps, float(small.num_bytes), float(large.num_bytes)
-    )
+    return Constants(fixed, lane_ns, small_gbps, large_gbps, float(small.num_bytes), float(large.num_bytes))

@@ -42,7 +42,9 @@ def device_name(backend: str) -> str:
 
 def key_of(backend: str, num_ranks: int, num_nodes: int, *more: object) -> str:
     """Name a machine and topology, and what else an entry is good for alone. Local."""
-    place = f"{backend} | {device_name(backend)} | {os.cpu_count()} cores | {num_ranks} ranks | {num_nodes} nodes"
+    place = (
+        f"{backend} | {device_name(backend)} | {os.cpu_count()} cores | {num_ranks} ranks | {num_nodes} nodes"
+    )
     return " | ".join([place, *map(str, more)])
 
 
@@ -65,7 +67,8 @@ def _read(path: Path) -> dict[str, Any]:
     entries = content.get("entries")
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise ArgumentError(
-            f"EPCY_CACHE_DIR: {os.fspath(path)!r}: expected an object of entries, got {type(entries).__name__}; {remedy}"
+            f"EPCY_CACHE_DIR: {os.fspath(path)!r}: expected an object of entries, got "
+            f"{type(entries).__name__}; {remedy}"
         )
     return entries
 
@@ -84,7 +87,8 @@ def get(kind: str, key: str, expected: dict[str, type]) -> dict[str, Any] | None
         value = entry.get(name) if entry is not None else None
         if isinstance(value, bool) or not isinstance(value, (int, float) if of is float else of):
             raise ArgumentError(
-                f"EPCY_CACHE_DIR: {os.fspath(path)!r}, entry {key!r}: expected {name} to be {of.__name__}, got {value!r}; "
+                f"EPCY_CACHE_DIR: {os.fspath(path)!r}, entry {key!r}: expected {name} to be {of.__name__}, "
+                f"got {value!r}; "
                 "remove the file, or measure again"
             )
     return entry

@@ -88,7 +88,7 @@ def stored(operation: str, backend: str, num_ranks: int, num_nodes: int) -> Cons
     ArgumentError
         The file is not what `python -m epcy calibrate` writes.
     """
-    names = {name: float for name in Constants.__dataclass_fields__}
+    names: dict[str, type] = dict.fromkeys(Constants.__dataclass_fields__, float)
     key = measured.key_of(backend, num_ranks, num_nodes, operation)
     entry = measured.get("calibration", key, names)
     if entry is None:
@@ -116,8 +116,8 @@ class Explanation:
         Predicted time by term: "fixed", "lanes", "rows"; empty without calibration.
     measured_us : float or None
         Median of this Buffer's calls of the operation so far; None before the first.
-    num_measured, mean_tokens : int, float
-        How many those are, and the tokens of one on average.
+    num_measured, mean_rows : int, float
+        How many those are, and the rows that one sends on average: a token's for each rank that it goes to.
     """
 
     operation: str
@@ -126,7 +126,7 @@ class Explanation:
     terms_us: dict[str, float]
     measured_us: float | None
     num_measured: int
-    mean_tokens: float
+    mean_rows: float
 
     @property
     def predicted_us(self) -> float | None:
@@ -156,7 +156,6 @@ class Explanation:
                 f"  predicted {self.predicted_us:.1f} us: floor {self.floor_us:.1f}{terms}; most is {self.dominant}"
             )
         if self.measured_us is not None:
-            times = f"{self.num_measured} calls of {self.mean_tokens:.0f} tokens on average"
+            times = f"{self.num_measured} calls of {self.mean_rows:.0f} rows on average"
             lines.append(f"  measured  {self.measured_us:.1f} us: median of {times}")
         return "\n".join(lines)
-

@@ -97,7 +97,9 @@ def tune(
         if comm.rank == 0:
             key = key_of(buf.backend, comm.size, buf.options)
             path = measured.put(
-                "tuning", key, {"num_sms": best, "num_tokens": num_tokens, "us": {str(n): t for n, t in found.items()}}
+                "tuning",
+                key,
+                {"num_sms": best, "num_tokens": num_tokens, "us": {str(n): t for n, t in found.items()}},
             )
             say(f"num_sms {best} is kept in {path} for {key}")
     return found

@@ -6,7 +6,7 @@ from epcy.backends.cuda cimport epcy_counters, epcy_stamp
 from epcy.backends.meter cimport Meter
 
 
-cdef extern from "epcy/host.h" nogil:
+cdef extern from "epcy/status.h" nogil:
     enum:
         EPCY_PHASE_IDLE
         EPCY_PHASE_DATA

@@ -130,7 +130,8 @@ cdef class HostBackend(Backend):
         """Let calls use so many threads from now on; None: one."""
         cdef int code = epcy_host_use_threads(&self.h, num_sms or 1)
         if code:
-            raise HeapError(f"num_sms: could not start {num_sms} threads ({os.strerror(code)}; rank {self.rank}); give fewer")
+            raise HeapError(f"num_sms: could not start {num_sms} threads ({os.strerror(code)}; rank {self.rank}); "
+                            "give fewer")
 
     cdef object open_status(self, directory):
         """Map the status file; the first fields of it and of the status in the window."""

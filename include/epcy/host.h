@@ -7,20 +7,10 @@
 
 #include "epcy/layout.h"
 #include "epcy/meter.h"
+#include "epcy/status.h"
 
 #define EPCY_TEXT_BYTES 512
 
-enum epcy_op { /* OPERATIONS in epcy/status.py */
-               EPCY_OP_NONE,
-               EPCY_OP_DISPATCH,
-               EPCY_OP_COMBINE,
-               EPCY_OP_BARRIER,
-               EPCY_OP_FREE,
-               EPCY_OP_LOW_LATENCY_DISPATCH,
-               EPCY_OP_LOW_LATENCY_COMBINE,
-               EPCY_NUM_OPS
-};
-enum epcy_phase { EPCY_PHASE_IDLE, EPCY_PHASE_ARRIVAL, EPCY_PHASE_DATA, EPCY_PHASE_COMPLETION };
 enum epcy_dtype { EPCY_BF16, EPCY_FP16, EPCY_FP32, EPCY_FP8, EPCY_NUM_DTYPES };
 enum epcy_layout { EPCY_LAYOUT_RANK, EPCY_LAYOUT_EXPERT };
 enum epcy_word {
@@ -34,18 +24,6 @@ enum epcy_word {
   EPCY_NUM_WORDS
 };
 enum epcy_wait { EPCY_WAIT_DONE, EPCY_WAIT_PENDING, EPCY_WAIT_BROKEN };
-
-/* Where a rank is, for other ranks' error texts and for `python -m epcy`. */
-typedef struct epcy_status {
-  uint64_t magic;
-  int32_t version, pid, rank, size;
-  int32_t op, phase;
-  uint64_t epoch;
-  int64_t since_ns; /* CLOCK_MONOTONIC */
-  int64_t num_calls[EPCY_NUM_OPS];
-} epcy_status;
-#define EPCY_STATUS_MAGIC 0x7375746174737965ull
-#define EPCY_STATUS_VERSION 3 /* 3: with epcy_gauges at EPCY_GAUGES_AT */
 
 /* What a rank says when it enters a call. Fields up to `has_weights`, `alignment` and `routing` must be equal on all
  * ranks. */
@@ -172,7 +150,7 @@ int64_t epcy_host_control_bytes(const epcy_shape *shape);
 int epcy_host_open(epcy_host *h, double spin_us, int num_threads); /* 0, or an errno */
 void epcy_host_close(epcy_host *h);
 int epcy_host_use_threads(epcy_host *h, int num_threads); /* from now on; 0, or an errno */
-char *epcy_host_wire(const epcy_host *h, int64_t rank); /* what low_latency.c lays out */
+char *epcy_host_wire(const epcy_host *h, int64_t rank);   /* what low_latency.c lays out */
 epcy_status *epcy_host_status(const epcy_host *h, int64_t rank);
 epcy_record *epcy_host_record(const epcy_host *h, int64_t rank, uint64_t epoch);
 int64_t *epcy_host_counts(const epcy_host *h, int64_t rank, uint64_t epoch);
