@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import epcy
-from epcy import clocks, timeline
+from epcy import clocks, ranges, timeline
 from mpi.cases import draw, mine
 from mpi.trace_format import check
 
@@ -154,3 +154,35 @@ def test_clocks_that_differ_are_brought_together():
     late = clocks.Aligned(first[1], last[1])
     assert late(10**9 + 10**9 + 10**4) == pytest.approx(10**9, abs=2)
     json.dumps(content)
+
+
+class FakeDomain:
+    """NVTX's domain as epcy uses it."""
+
+    def __init__(self):
+        self.open, self.seen = [], []
+
+    def get_event_attributes(self, message):
+        return message
+
+    def push_range(self, message):
+        self.open.append(message)
+        self.seen.append(message)
+
+    def pop_range(self):
+        self.open.pop()
+
+
+def test_ranges(comm, make_buffer, same, tmp_path, monkeypatch):
+    """Inside of a trace calls are NVTX ranges, and they close when a call raises."""
+    domain = FakeDomain()
+    monkeypatch.setattr(ranges, "_domain", lambda: domain)
+    buf = make_buffer()
+    work(buf, comm, 1)
+    with epcy.trace(same(str(tmp_path / "run.json")), comm):
+        work(buf, comm, 1)
+        with pytest.raises(epcy.ArgumentError):
+            buf.dispatch(None, None)
+        buf.barrier()
+    work(buf, comm, 1)
+    assert domain.seen == ["dispatch", "combine", "dispatch", "barrier"] and domain.open == []

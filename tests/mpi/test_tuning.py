@@ -1,4 +1,4 @@
-"""Knobs and predictions: set_num_sms, num_sms= of a call, explain, calibrate, tune; what is kept in the cache folder."""
+"""Knobs and predictions: set_num_sms, num_sms= of a call, explain, calibrate, tune; what the cache folder keeps."""
 
 import json
 import subprocess
