@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from epcy.event import Event, EventOverlap
     from epcy.fp8 import cast_from_fp8, cast_to_fp8
     from epcy.handle import Combine, Dispatch, Handle, LowLatencyHandle
+    from epcy.kineto import bench_kineto
     from epcy.low_latency import Hook
     from epcy.startup import init
+    from epcy.timeline import trace
 
 __all__ = [
     "ArgumentError",
@@ -52,10 +54,13 @@ __all__ = [
     "PeerTimeoutError",
     "StateError",
     "__version__",
+    "bench_kineto",
     "cast_from_fp8",
     "cast_to_fp8",
     "get_include",
     "init",
+    "metrics",
+    "trace",
 ]
 
 # Extension modules load when a name of theirs is first used: `python -m epcy` must work where one is missing.
@@ -68,6 +73,8 @@ _LAZY = {
     "Combine": "epcy.handle",
     "LowLatencyHandle": "epcy.handle",
     "Hook": "epcy.low_latency",
+    "bench_kineto": "epcy.kineto",
+    "trace": "epcy.timeline",
     "cast_to_fp8": "epcy.fp8",
     "cast_from_fp8": "epcy.fp8",
     "init": "epcy.startup",
@@ -75,6 +82,10 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "metrics":  # a module of its own, which `import epcy.metrics` finds too
+        from importlib import import_module
+
+        return import_module("epcy.metrics")
     if name not in _LAZY:
         raise AttributeError(f"module 'epcy' has no attribute {name!r}")
     from importlib import import_module

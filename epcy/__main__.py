@@ -18,17 +18,96 @@ def info(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def top(arguments: argparse.Namespace) -> int:
+    """Show what running ranks do."""
+    from epcy import top as screen
+    from epcy.errors import EpcyError
+
+    try:
+        return screen.show(arguments.status_dir, once=arguments.once, interval_s=arguments.interval)
+    except EpcyError as error:
+        sys.stderr.write(f"epcy: {error}\n")
+        return 2
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """Run `calibrate` or `tune`, on all ranks under mpiexec."""
+    from mpi4py import MPI
+
+    from epcy import calibrate, tune
+    from epcy.errors import EpcyError
+
+    comm = MPI.COMM_WORLD
+
+    def say(text: str) -> None:
+        if comm.rank == 0:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    try:
+        if arguments.command == "calibrate":
+            for operation, c in calibrate.calibrate(comm, arguments.backend, arguments.seconds).items():
+                say(
+                    f"{operation}: {c.fixed_us:.1f} us a call, {c.lane_ns:.2f} ns a lane, "
+                    f"{c.small_gbps:.2f} GB/s up to {c.small_bytes / 1e6:.1f} MB, "
+                    f"{c.large_gbps:.2f} GB/s from {c.large_bytes / 1e6:.1f} MB on"
+                )
+        else:
+            sizes = {"hidden": arguments.hidden, "num_experts": arguments.experts, "num_topk": arguments.topk}
+            tune.tune(
+                comm, arguments.tokens, seconds=arguments.seconds, say=say, backend=arguments.backend, **sizes
+            )
+    except EpcyError as error:
+        say(f"epcy: {error}")
+        return 2
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; a command is a function of its parsed arguments."""
-    top = argparse.ArgumentParser(prog="python -m epcy", description="Look at epcy on this machine.")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND")
+    main_parser = argparse.ArgumentParser(prog="python -m epcy", description="Look at epcy on this machine.")
+    commands = main_parser.add_subparsers(title="commands", metavar="COMMAND")
     command = commands.add_parser(
         "info", help="versions, backends and why one does not work, the machine, the options (the default)"
     )
-    for place in (top, command):
+    for place in (main_parser, command):
         place.add_argument("--json", action="store_true", help="print JSON")
         place.set_defaults(run=info)
-    return top
+    command = commands.add_parser(
+        "top", help="what the ranks of running jobs do, one line a rank (needs rich)"
+    )
+    command.add_argument(
+        "--once", action="store_true", help="print one table, of the time since construction"
+    )
+    command.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds (%(default)s)")
+    command.add_argument(
+        "--status-dir", metavar="DIR", help="where the status pages are, if not in the usual folder"
+    )
+    command.set_defaults(run=top)
+    for name, text, seconds in (
+        ("calibrate", "measure what buf.explain() predicts with, on this machine and so many ranks", 10.0),
+        (
+            "tune",
+            "find the num_sms with which calls of a shape are fastest; Buffers use it from then on",
+            30.0,
+        ),
+    ):
+        command = commands.add_parser(name, help=text, description=f"{text}; under mpiexec, with -m mpi4py")
+        command.add_argument(
+            "--backend", choices=("host", "nvshmem"), help="what moves the tokens (epcy's choice)"
+        )
+        command.add_argument(
+            "--seconds", type=float, default=seconds, metavar="S", help="how long, about (%(default)s)"
+        )
+        command.set_defaults(run=measure, command=name)
+    for flag, default, text in (
+        ("--tokens", 4096, "tokens a rank"),
+        ("--hidden", 7168, "elements of a token"),
+        ("--experts", 256, "experts of all ranks"),
+        ("--topk", 8, "experts of a token"),
+    ):
+        command.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (%(default)s)")
+    return main_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

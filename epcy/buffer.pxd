@@ -12,6 +12,7 @@ cdef class Buffer(LowLatencyCalls):
     cdef readonly object comm, topology, options
     cdef object _token              # marks this Buffer's handles
     cdef dict _shape
+    cdef object _num_sms            # as given or set; None: the backend's own choice
     cdef int64_t _num_max_tokens, _hidden, _num_experts, _num_topk
 
     cdef tuple warm_tokens(self, int64_t most)

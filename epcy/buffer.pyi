@@ -7,6 +7,8 @@ from typing_extensions import disjoint_base
 from epcy.event import Event
 from epcy.handle import Combine, Dispatch, Handle
 from epcy.low_latency import LowLatencyCalls
+from epcy.model import Explanation
+from epcy.stats import Stats
 from epcy.topology import Topology
 
 @disjoint_base
@@ -25,6 +27,8 @@ class Buffer(LowLatencyCalls):
     def options(self) -> dict[str, Any]: ...
     @property
     def num_sms(self) -> int: ...
+    def set_num_sms(self, num_sms: int) -> None: ...
+    def explain(self, op: str, num_tokens: int, *, dtype: str | None = None) -> Explanation: ...
     def __init__(
         self,
         comm: MPI.Comm | None = None,
@@ -60,6 +64,7 @@ class Buffer(LowLatencyCalls):
         layout: str | None = None,
         expert_alignment: int | None = None,
         num_worst_tokens: int = 0,
+        num_sms: int | None = None,
         previous_event: Event | None = None,
         async_finish: bool = False,
         stream: Any = None,
@@ -72,6 +77,7 @@ class Buffer(LowLatencyCalls):
         topk_weights: Any = None,
         *,
         bias: Any = None,
+        num_sms: int | None = None,
         previous_event: Event | None = None,
         async_finish: bool = False,
         stream: Any = None,
@@ -81,6 +87,7 @@ class Buffer(LowLatencyCalls):
     def get_dispatch_layout(self, topk_idx: Any) -> tuple[Any, Any, Any, Any]: ...
     def barrier(self) -> None: ...
     def check(self) -> None: ...
+    def stats(self, *, reset: bool = False) -> Stats: ...
     def capture(self) -> Event: ...
     def warmup(self) -> None: ...
     def _align(self, stream: Any) -> None: ...

@@ -10,7 +10,7 @@ from posix.unistd cimport getpid
 import numpy as np
 
 from epcy.layout cimport epcy_default_num_rows, epcy_num_scales, epcy_shape
-from epcy.low_latency cimport LowLatencyCalls
+from epcy.low_latency cimport LowLatencyCalls, close_range, open_range
 from epcy.low_latency_checks cimport LowLatencyChecker
 
 from epcy import backends, topology
@@ -22,6 +22,7 @@ from epcy.errors import (
 from epcy.options import BY_NAME, OPTIONS, resolve
 from epcy.options import DTYPES as DTYPE_NAMES
 from epcy.status import OPERATIONS
+from epcy.tune import lookup as tuned
 
 OP_DISPATCH, OP_COMBINE = OPERATIONS.index("dispatch"), OPERATIONS.index("combine")
 
@@ -123,6 +124,8 @@ cdef class Buffer(LowLatencyCalls):
             shape = shape_of(values, comm.Get_size())
             found = backends.find(values["backend"])
             values["backend"] = found[0]
+            if values["num_sms"] is None:
+                values["num_sms"] = tuned(found[0], comm.Get_size(), values)
         except EpcyError as caught:
             error = caught
         timeout = values.get("timeout", BY_NAME["timeout"].default)
@@ -150,7 +153,7 @@ cdef class Buffer(LowLatencyCalls):
         values["num_max_low_latency_tokens_per_rank"] = shape["num_low_latency_tokens"] or None
         if values["spin_us"] is None:
             values["spin_us"] = 2.0 if self.topology.is_oversubscribed else 50.0
-        self.options, self._shape, self._token = values, shape, object()
+        self.options, self._shape, self._token, self._num_sms = values, shape, object(), values["num_sms"]
         self._num_max_tokens, self._hidden = shape["num_max_tokens"], shape["hidden"]
         self._num_experts, self._num_topk = shape["num_experts"], shape["num_topk"]
         self.num_local_experts = self._num_experts // self.size
@@ -204,10 +207,87 @@ cdef class Buffer(LowLatencyCalls):
         """How much of the machine a call uses: threads a rank on the host backend."""
         return self.options["num_sms"]
 
+    def set_num_sms(self, num_sms):
+        """Use another part of the machine for the calls that follow.
+
+        Local: ranks may differ. The bits of the results do not depend on it. See docs/tuning.md for when to give
+        multiprocessors back to computation.
+
+        Parameters
+        ----------
+        num_sms : int
+            Threads a rank on the host backend, multiprocessors on nvshmem; 1 to 1024.
+
+        Raises
+        ------
+        ArgumentError, HeapError, StateError
+        """
+        self.enter("set_num_sms")
+        try:
+            self._use_sms(num_sms)
+            self.options["num_sms"] = self._num_sms = int(num_sms)
+        finally:
+            self._busy = False
+
+    def _use_sms(self, num_sms):
+        resolved = resolve({"num_max_tokens_per_rank": 0, "hidden": 1, "num_experts": 1, "num_topk": 1,
+                            "num_sms": num_sms}, {})
+        self._backend.use_sms(resolved["num_sms"].value)
+
+    def explain(self, op, num_tokens, *, dtype=None):
+        """Tell what a call moves and how long it should take, by term, and how long such calls took.
+
+        Local. The prediction needs constants of this machine and topology: `mpiexec -n R python -m epcy calibrate`.
+        Routing is taken for random; times are of the rank layout.
+
+        Parameters
+        ----------
+        op : "dispatch" or "combine"
+        num_tokens : int
+            T of every rank.
+        dtype : "bfloat16", "float16", "float32" or "fp8", optional
+            Of the rows; default the Buffer's.
+
+        Returns
+        -------
+        epcy.model.Explanation
+
+        Raises
+        ------
+        ArgumentError
+            A wrong argument, or a calibration that cannot be read.
+        StateError
+        """
+        from epcy import model
+
+        self.enter("explain")
+        self._busy = False
+        if op not in model.OPERATIONS:
+            raise ArgumentError(f"op: expected one of {', '.join(model.OPERATIONS)}, got {op!r} (rank {self.rank})")
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
+            raise ArgumentError(f"num_tokens: expected a whole number, at least 0, got {num_tokens!r} "
+                                f"(rank {self.rank})")
+        widths = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1 + 4 / 128}
+        if dtype is not None and dtype not in widths:
+            raise ArgumentError(f"dtype: expected one of {', '.join(widths)}, got {dtype!r} (rank {self.rank})")
+        row_bytes = int(self._hidden * widths[dtype or self.options["dtype"]])
+        load = model.load_of(num_tokens, self.size, self._num_experts, self._num_topk, row_bytes)
+        constants = model.stored(op, self.backend, self.size, self.topology.num_nodes)
+        terms = {} if constants is None else model.predict(constants, load)
+        floor = None if constants is None else load.num_bytes / max(constants.large_gbps, constants.small_gbps) / 1e3
+        times, rows = None, 0
+        if self._backend.meter is not None:
+            stats = self._backend.meter.read()
+            times = stats.kernels.get(op)
+            dispatched = stats.kernels.get("dispatch")
+            rows = stats.num_tokens_sent / dispatched.count if dispatched is not None else 0
+        return model.Explanation(op, load, floor, terms, None if times is None else times.p50_us,
+                                 0 if times is None else times.count, rows)
+
     # ---- the calls ------------------------------------------------------------------------------------------
 
     def dispatch(self, x, topk_idx=None, topk_weights=None, *, handle=None, layout=None, expert_alignment=None,
-                 num_worst_tokens=0, previous_event=None, async_finish=False, stream=None, out=None):
+                 num_worst_tokens=0, num_sms=None, previous_event=None, async_finish=False, stream=None, out=None):
         """Send every token to the ranks of its experts.
 
         Collective. Blocking on the host backend, stream-ordered on nvshmem.
@@ -231,6 +311,8 @@ cdef class Buffer(LowLatencyCalls):
         num_worst_tokens : int
             N > 0: results of N rows whatever comes; rows past the count have recv_topk_idx -1; what goes wrong is
             raised by `handle.check()`, `check()` or the next call that waits.
+        num_sms : int, optional
+            For this call alone; see `set_num_sms`.
         previous_event, async_finish, stream
             Order with other work; nothing to order on the host backend.
         out : True, array (>= N, H), or a pair of arrays
@@ -247,11 +329,14 @@ cdef class Buffer(LowLatencyCalls):
             See docs/errors.md.
         """
         self.enter("dispatch")
+        open_range("dispatch")
         try:
             try:
                 call = self._checker.dispatch(x, topk_idx, topk_weights, handle, layout, expert_alignment,
                                               num_worst_tokens, out)
                 self._checker.order(call, previous_event, async_finish, stream)
+                if num_sms is not None:
+                    self._use_sms(num_sms)
                 self._backend.keep_inputs(call)
             except BaseException as error:
                 self._backend.refuse(OP_DISPATCH, str(error) or type(error).__name__)
@@ -261,10 +346,13 @@ cdef class Buffer(LowLatencyCalls):
                 self._raise_late()
             return result
         finally:
+            if num_sms is not None:
+                self._backend.use_sms(self._num_sms)
             self._busy = False
+            close_range()
 
-    def combine(self, x, handle, topk_weights=None, *, bias=None, previous_event=None, async_finish=False, stream=None,
-                out=None):
+    def combine(self, x, handle, topk_weights=None, *, bias=None, num_sms=None, previous_event=None,
+                async_finish=False, stream=None, out=None):
         """Bring the experts' rows back to the tokens' ranks and sum them.
 
         Collective. Blocking on the host backend, stream-ordered on nvshmem.
@@ -281,6 +369,8 @@ cdef class Buffer(LowLatencyCalls):
             own: lane k of token t counts with weight [t, k].
         bias : array (T, H), or a pair of them, of x's dtype
             Added first.
+        num_sms : int, optional
+            For this call alone; see `set_num_sms`.
         previous_event, async_finish, stream
             Order with other work; nothing to order on the host backend.
         out : array (T, H) of x's dtype, optional
@@ -297,17 +387,23 @@ cdef class Buffer(LowLatencyCalls):
             See docs/errors.md.
         """
         self.enter("combine")
+        open_range("combine")
         try:
             try:
                 call = self._checker.combine(x, handle, topk_weights, bias, out)
                 self._checker.order(call, previous_event, async_finish, stream)
+                if num_sms is not None:
+                    self._use_sms(num_sms)
                 self._backend.prepare_combine(call)
             except BaseException as error:
                 self._backend.refuse(OP_COMBINE, str(error) or type(error).__name__)
                 raise
             return self._backend.combine(call)
         finally:
+            if num_sms is not None:
+                self._backend.use_sms(self._num_sms)
             self._busy = False
+            close_range()
 
     def combine_input(self, handle, dtype=None):
         """Get memory for the experts' output, so that combine copies nothing.
@@ -392,11 +488,13 @@ cdef class Buffer(LowLatencyCalls):
         PeerError, PeerTimeoutError, StateError
         """
         self.enter("barrier")
+        open_range("barrier")
         try:
             self._backend.barrier()
             self._raise_late()
         finally:
             self._busy = False
+            close_range()
 
     def check(self):
         """Raise what went wrong in an earlier call that did not wait.
@@ -411,6 +509,35 @@ cdef class Buffer(LowLatencyCalls):
         self._busy = False
         self._backend.wait_all()
         self._raise_late()
+
+    def stats(self, *, reset=False):
+        """Tell what this rank's Buffer did: memory, tokens, waits, times.
+
+        Local. It waits for nothing on the host backend; on nvshmem it copies a few kilobytes from the GPU. Works on a
+        broken Buffer too.
+
+        Parameters
+        ----------
+        reset : bool
+            Count anew from here on. What is returned is of the time before.
+
+        Returns
+        -------
+        epcy.stats.Stats
+
+        Raises
+        ------
+        StateError
+            The Buffer was freed, or was made with `stats=False`.
+        """
+        if self._freed or self._backend is None:
+            raise StateError(f"stats: this Buffer was freed (rank {self.rank}); ask before free()")
+        if self._backend.meter is None:
+            raise StateError(f"stats: this Buffer counts nothing (rank {self.rank}); construct it with stats=True")
+        found = self._backend.meter.read()
+        if reset:
+            self._backend.meter.set_back()
+        return found
 
     def capture(self):
         """Mark this point of the current stream.

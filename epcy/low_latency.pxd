@@ -6,6 +6,10 @@ from epcy.backends.low_latency cimport LowLatency
 from epcy.low_latency_checks cimport LowLatencyChecker
 
 
+cdef int open_range(str name) except -1
+cdef int close_range() except -1
+
+
 cdef class LowLatencyCalls:
     """The low-latency calls of a Buffer, and the state that all of its calls look at."""
 

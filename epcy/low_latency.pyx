@@ -1,6 +1,8 @@
 # cython: boundscheck=False, wraparound=False
 """The low-latency calls (decoding): fixed slots, no count exchange, no host wait on a GPU, hooks."""
 
+import os
+
 from posix.unistd cimport getpid
 
 from epcy.backends.base cimport Backend
@@ -12,6 +14,26 @@ from epcy.status import OPERATIONS
 
 OP_DISPATCH = OPERATIONS.index("low_latency_dispatch")
 OP_COMBINE = OPERATIONS.index("low_latency_combine")
+
+cdef object _domain = None      # NVTX's: where calls shall be ranges (epcy/ranges.py)
+
+
+def use_ranges(domain):
+    """Make calls ranges of this NVTX domain from now on; None: no more."""
+    global _domain
+    _domain = domain
+
+
+cdef int open_range(str name) except -1:
+    if _domain is not None:
+        _domain.push_range(_domain.get_event_attributes(message=name))
+    return 0
+
+
+cdef int close_range() except -1:
+    if _domain is not None:
+        _domain.pop_range()
+    return 0
 
 
 cdef class LowLatencyCalls:
@@ -65,6 +87,7 @@ cdef class LowLatencyCalls:
         cdef LowLatencyDispatchCall call
         cdef bint only_send = return_recv_hook
         self.enter_low_latency("low_latency_dispatch", LOW_LATENCY_DISPATCH, only_send)
+        open_range("low_latency_dispatch")
         try:
             try:
                 call = self._checker.low_latency_dispatch(x, topk_idx, topk_weights, use_fp8, round_scale, use_ue8m0,
@@ -78,6 +101,7 @@ cdef class LowLatencyCalls:
             return recv_x, recv_count, handle, event, self.hook(LOW_LATENCY_DISPATCH, call) if only_send else None
         finally:
             self._busy = False
+            close_range()
 
     def low_latency_combine(self, x, topk_idx, topk_weights, handle, *, reduction="rank", zero_copy=False,
                             use_logfmt=False, out=None, return_recv_hook=False, previous_event=None,
@@ -125,6 +149,7 @@ cdef class LowLatencyCalls:
         cdef LowLatencyCombineCall call
         cdef bint only_send = return_recv_hook
         self.enter_low_latency("low_latency_combine", LOW_LATENCY_COMBINE, only_send)
+        open_range("low_latency_combine")
         try:
             try:
                 call = self._checker.low_latency_combine(x, topk_idx, topk_weights, handle, reduction, use_logfmt, out,
@@ -138,6 +163,7 @@ cdef class LowLatencyCalls:
             return call.out.owner, event, self.hook(LOW_LATENCY_COMBINE, call) if only_send else None
         finally:
             self._busy = False
+            close_range()
 
     def low_latency_combine_input(self, handle, dtype=None):
         """Get memory for the experts' output, so that low_latency_combine copies nothing.
@@ -235,6 +261,11 @@ cdef class LowLatencyCalls:
         return 0
 
 
+if "NVTX_INJECTION64_PATH" in os.environ:       # nsys sets it for what it starts
+    from epcy import ranges
+
+    ranges.follow(True)
+
 cdef object _is_finalized = None
 
 
@@ -262,6 +293,7 @@ cdef class Hook:
         """
         cdef Backend backend
         self.buffer.enter("hook")
+        open_range("hook")
         try:
             backend = self.buffer._backend
             backend.low_latency.may_receive(self.kind, self.number)
@@ -272,6 +304,7 @@ cdef class Hook:
             self.call = None
         finally:
             self.buffer._busy = False
+            close_range()
 
     def __repr__(self):
         return f"<epcy.Hook of low-latency call {self.number} of its kind>"

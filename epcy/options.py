@@ -77,6 +77,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("preinitialize", "bool", "Run warmup() in the constructor.", default=False, env="EPCY_PREINITIALIZE"),
     Option("spin_us", "float", "Microseconds that a host wait spins before it yields its core. By default 50 where "
            "every rank of the node has a core, else 2.", env="EPCY_SPIN_US", minimum=0, maximum=1e6),
+    Option("stats", "bool", "Count calls, tokens, waits and times, for `Buffer.stats()`, `epcy.trace`, "
+           "`epcy.metrics` and `python -m epcy top`. It costs 0.3 us a call at most.", default=True, env="EPCY_STATS",
+           compared=False),
     Option("status_dir", "str", "The private folder of the status pages that `python -m epcy` reads. By default "
            "epcy-UID under $XDG_RUNTIME_DIR or the temporary folder; empty: no status page.",
            env="EPCY_STATUS_DIR", compared=False),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from epcy.errors import ArgumentError
 
-__all__ = ["OPERATIONS", "PHASES", "Status", "folder", "open_page", "parse", "read_all"]
+__all__ = ["OPERATIONS", "PHASES", "Gauges", "Status", "folder", "open_page", "parse", "read_all"]
 
 OPERATIONS = (
     "nothing",
@@ -33,8 +33,25 @@ OPERATIONS = (
 PHASES = ("idle", "arrival", "data", "completion")
 PAGE_BYTES = mmap.PAGESIZE
 _FORMAT = struct.Struct("<QiiiiiiQq7q")
+_VERSION = 3
+_GAUGES_AT = 128
+_GAUGES = struct.Struct("<8q")
 _MAGIC = 0x7375746174737965
 _serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """Running sums of a rank's Buffer since it was made: epcy_gauges of epcy/meter.h."""
+
+    first_expert: int
+    num_calls: int
+    busy_ns: int  # inside of calls
+    wait_ns: int  # of it, waiting for other ranks
+    tokens_sent: int
+    tokens_received: int
+    bytes_moved: int
+    tokens_per_expert: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,7 @@ class Status:
     epoch: int
     age: float  # s since it entered the phase
     num_calls: dict[str, int]
+    gauges: Gauges | None = None  # None: the Buffer counts nothing
 
     def __str__(self) -> str:
         if self.phase == "idle":
@@ -79,13 +97,14 @@ def folder(given: str | None = None) -> Path:
     return path
 
 
-def open_page(directory: Path, rank: int) -> tuple[mmap.mmap, Path]:
-    """Make this rank's page (mode 0600) and map it."""
+def open_page(directory: Path, rank: int, num_bytes: int = PAGE_BYTES) -> tuple[mmap.mmap, Path]:
+    """Make this rank's page (mode 0600), of num_bytes or more, and map it."""
+    num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
     path = directory / f"{os.getpid()}-{next(_serial)}-{rank}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(descriptor, PAGE_BYTES)
-        return mmap.mmap(descriptor, PAGE_BYTES), path
+        os.ftruncate(descriptor, num_bytes)
+        return mmap.mmap(descriptor, num_bytes), path
     finally:
         os.close(descriptor)
 
@@ -95,12 +114,22 @@ def parse(data: bytes) -> Status | None:
     if len(data) < _FORMAT.size:
         return None
     magic, version, pid, rank, size, op, phase, epoch, since_ns, *calls = _FORMAT.unpack_from(data)
-    if magic != _MAGIC or version != 2 or not (0 <= op < len(OPERATIONS) and 0 <= phase < len(PHASES)):
+    if magic != _MAGIC or version != _VERSION or not (0 <= op < len(OPERATIONS) and 0 <= phase < len(PHASES)):
         return None
     age = max(0.0, time.monotonic() - since_ns * 1e-9)
-    return Status(
-        pid, rank, size, OPERATIONS[op], PHASES[phase], epoch, age, dict(zip(OPERATIONS, calls, strict=True))
-    )
+    num_calls = dict(zip(OPERATIONS, calls, strict=True))
+    return Status(pid, rank, size, OPERATIONS[op], PHASES[phase], epoch, age, num_calls, _gauges(data))
+
+
+def _gauges(data: bytes) -> Gauges | None:
+    if len(data) < _GAUGES_AT + _GAUGES.size:
+        return None
+    first, num_experts, calls, busy, wait, sent, received, moved = _GAUGES.unpack_from(data, _GAUGES_AT)
+    at = _GAUGES_AT + _GAUGES.size
+    if num_experts < 1 or at + num_experts * 8 > len(data):
+        return None
+    experts = struct.unpack_from(f"<{num_experts}q", data, at)
+    return Gauges(first, calls, busy, wait, sent, received, moved, experts)
 
 
 def read_all(given: str | None = None) -> list[Status]:

@@ -41,7 +41,7 @@ def main() -> int:
     good = call([tool("cython-lint"), "--max-line-length=120"], cython)
     good &= call([tool("clang-format"), "--dry-run", "-Werror"], sources)
     gcc = [os.environ.get("CC", "gcc"), *WARNINGS, "-Iinclude", "-Isrc/host"]
-    good &= call(gcc, files("src/host/*.c", "src/window/*.c"))
+    good &= call(gcc, files("src/host/*.c", "src/meter/*.c", "src/window/*.c"))
     return not good
 
 

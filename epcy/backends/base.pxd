@@ -3,6 +3,7 @@ from libc.stdint cimport int64_t
 from epcy.arrays cimport Array
 from epcy.backends.call cimport CombineCall, DispatchCall, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.low_latency cimport LowLatency
+from epcy.backends.meter cimport Meter
 from epcy.handle cimport Dispatch, Handle, LowLatencyHandle
 from epcy.layout cimport epcy_area, epcy_heap, epcy_shape
 
@@ -29,6 +30,7 @@ cdef class Backend:
     cdef bint taken[2]                  # combine areas given out by combine_input
     cdef int next_area
     cdef LowLatency low_latency         # None: the mode is off
+    cdef readonly Meter meter           # None: nothing is counted
     cdef readonly str low_latency_transport     # what carries low-latency calls; None: the mode is off
 
     cdef int open_areas(self, owner) except -1

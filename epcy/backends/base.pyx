@@ -8,9 +8,12 @@ import numpy as np
 from epcy.arrays cimport KIND_BF16, KIND_FP8, KIND_FP16, KIND_FP32, Array, copied, overlap
 from epcy.backends.call cimport CombineCall, DispatchCall, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.low_latency cimport LowLatency
+from epcy.backends.meter cimport COMBINE_ROWS, Meter, epcy_meter_rows
 from epcy.event cimport completed
 from epcy.handle cimport Area, Dispatch, Handle, LowLatencyHandle
-from epcy.layout cimport EPCY_NUM_AREAS, epcy_area_layout, epcy_num_scales, epcy_shape, shape_of
+from epcy.layout cimport (
+    EPCY_NUM_AREAS, epcy_area_layout, epcy_heap, epcy_num_local_experts, epcy_num_low_latency_rows, epcy_num_scales,
+    epcy_shape, shape_of)
 
 from epcy.arrays import DTYPES
 from epcy.errors import ArgumentError, StateError
@@ -23,6 +26,8 @@ cdef class Backend:
         self.shape = shape_of(shape)
         self.area = epcy_area_layout(&self.shape)
         self.device = -1
+        if options["stats"]:
+            self.meter = Meter(comm, options["backend"], epcy_num_local_experts(&self.shape))
         # All ranks live at this moment; one in another container's pid namespace can never be seen.
         self.watched = {r for r, identity in enumerate(identities) if identity.is_visible()}
 
@@ -35,11 +40,17 @@ cdef class Backend:
     cdef int open_areas(self, owner) except -1:
         """Make the views; `owner` keeps their memory. self.start and self.heap_layout are known."""
         cdef int i
+        cdef epcy_heap *h = &self.heap_layout
         self.areas = [Area() for _ in range(EPCY_NUM_AREAS)]
         self.receive_views = [self.views(self.heap_layout.receive[i], owner) for i in range(EPCY_NUM_AREAS)]
         self.combine_views = [self.views(self.heap_layout.combine[i], owner) for i in range(EPCY_NUM_AREAS)]
         if self.shape.num_low_latency_tokens:
             self.low_latency = LowLatency(self, owner)
+        if self.meter is not None:
+            self.meter.know_heap(h.receive[0], h.combine[0] - h.receive[0], h.low_latency_x[0] - h.combine[0],
+                                 h.bytes - h.low_latency_x[0], self.area.bytes // self.shape.num_rows,
+                                 (h.low_latency_x[1] - h.low_latency_x[0])
+                                 // max(1, epcy_num_low_latency_rows(&self.shape)))
         return 0
 
     cdef int close_areas(self) except -1:
@@ -141,6 +152,8 @@ cdef class Backend:
         for area in range(EPCY_NUM_AREAS):
             if not self.taken[area]:
                 self.taken[area] = True
+                if self.meter is not None:
+                    epcy_meter_rows(self.meter.m, COMBINE_ROWS, area, handle.num_rows)
                 return self.combine_views[area][kind][:handle.num_rows]
         raise StateError(f"combine_input: both combine areas are given out (rank {self.rank}); call combine with one "
                          "of them first")
@@ -203,6 +216,10 @@ cdef class Backend:
     cdef object low_latency_combine_input(self, int kind):
         """Give out a low-latency combine area, until the combine that uses it is received."""
         return self.low_latency.inputs[self.low_latency.give_input()][kind]
+
+    def use_sms(self, num_sms):
+        """Let calls use so much of the machine from now on."""
+        raise NotImplementedError
 
     # ---- what has no meaning where every call is over when it returns ------------------------------------------
 

@@ -27,11 +27,28 @@ cdef extern from "epcy/cuda.h" nogil:
     const uint32_t EPCY_COUNT_BAD
 
     ctypedef struct epcy_control:
-        int64_t headers, done, counts, experts, starts, progress, fans, bad, text, marks, left, resets, local, bytes
+        int64_t headers, done, counts, experts, starts, progress, fans, bad, text, marks, left, resets, local, counters
+        int64_t bytes
 
     ctypedef struct epcy_local:
         uint32_t epoch[256]
         uint32_t broken, blocks_met
+
+    enum:
+        EPCY_NUM_STAMP_KINDS
+        EPCY_NUM_STAMPS
+
+    ctypedef struct epcy_stamp:
+        uint64_t epoch_op, start_ns, again
+        uint64_t end_ns[7]
+
+    ctypedef struct epcy_counters:
+        uint64_t wait_ns[32]
+        uint64_t tokens_to[32]
+        uint64_t tokens_from[32]
+        uint64_t most_rows[2]
+        uint64_t bytes_moved
+        epcy_stamp stamps[5][1024]
 
     ctypedef struct epcy_cuda_bad:
         uint32_t epoch
@@ -121,6 +138,7 @@ cdef extern from "epcy/cuda.h" nogil:
     int epcy_cuda_fetch(void *host, const void *device, int64_t nbytes)
     int epcy_cuda_put(void *device, const void *host, int64_t nbytes)
     int epcy_cuda_stage(void *to, const void *src, int64_t rows, int64_t row_bytes, int64_t stride_bytes, void *stream)
+    int epcy_cuda_compare_clocks(int num_rounds, int64_t *ahead_ns, int64_t *error_ns)
     int epcy_cuda_stream(void **stream)
     void epcy_cuda_stream_free(void *stream)
     int epcy_cuda_is_capturing(void *stream, int *yes)

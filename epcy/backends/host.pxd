@@ -5,6 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from epcy.arrays cimport Array
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport CombineCall, DispatchCall
+from epcy.backends.meter cimport Meter, epcy_meter
 from epcy.backends.window cimport Heap
 from epcy.handle cimport Dispatch, Handle
 from epcy.layout cimport epcy_area, epcy_heap, epcy_shape
@@ -66,6 +67,7 @@ cdef extern from "epcy/host.h" nogil:
         char **base
         uint64_t epoch
         epcy_status *page
+        epcy_meter *meter
 
     ctypedef struct epcy_host_dispatch:
         const char *x
@@ -116,6 +118,7 @@ cdef extern from "epcy/host.h" nogil:
         int64_t row_bytes, scale_bytes
         epcy_route *routes
         int64_t num_tokens
+        int64_t *tokens
 
     ctypedef struct epcy_low_latency_combine:
         uint64_t epoch
@@ -127,6 +130,7 @@ cdef extern from "epcy/host.h" nogil:
     void epcy_host_close(epcy_host *h)
     void epcy_host_touch(const epcy_host *h, int64_t rank, int64_t offset, int64_t num_bytes)
     int64_t epcy_low_latency_wire_bytes(const epcy_shape *shape)
+    int epcy_host_use_threads(epcy_host *h, int num_threads)
     epcy_status *epcy_host_status(const epcy_host *h, int64_t rank)
     epcy_record *epcy_host_record(const epcy_host *h, int64_t rank, uint64_t epoch)
     int64_t *epcy_host_counts(const epcy_host *h, int64_t rank, uint64_t epoch)
@@ -134,6 +138,8 @@ cdef extern from "epcy/host.h" nogil:
     uint64_t epcy_host_word(const epcy_host *h, int64_t rank, int word)
     void epcy_host_store(epcy_host *h, int word, uint64_t value)
     void epcy_host_phase(epcy_host *h, int op, int phase)
+    void epcy_host_open_call(epcy_host *h, int op)
+    void epcy_host_span(epcy_host *h, int span)
     int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_ns)
     void epcy_host_count(const epcy_host *h, const void *topk_idx, int is_int64, int64_t num_tokens, int layout,
                          epcy_route *routes, int64_t *counts, int64_t *expert_counts, epcy_bad_id *bad)
@@ -161,6 +167,7 @@ cdef class HostHandle(Handle):
     cdef epcy_route *routes             # (T, K)
     cdef int64_t *expert_numbers        # counts (L,), then offsets (L + 1,)
     cdef int64_t num_local
+    cdef int64_t *tokens                # to each rank (R,), then from each (R,)
     cdef int64_t num_true_rows          # of this rank, unclipped
 
 
@@ -183,10 +190,15 @@ cdef class HostBackend(Backend):
     cdef HostHandle nothing_came(self, HostHandle of, error)
     cdef HostHandle count(self, DispatchCall call, epcy_record *record)
     cdef int stage(self, CombineCall call) except -1
+    cdef int count_tokens(self, HostHandle handle, DispatchCall call, int area, bint uncached) except -1
+    cdef int count_sums(self, HostHandle handle, int64_t row_bytes) except -1
 
     # what host_low_latency.pyx needs of C: the kernels are linked with this module alone
     cdef void store(self, int word, uint64_t value) noexcept
     cdef void phase(self, int op, int phase) noexcept
+    cdef void open_call(self, int op) noexcept
+    cdef void receiving(self, int op, uint64_t epoch) noexcept
+    cdef void span(self, int span) noexcept
     cdef epcy_low_latency_header *header(self, int64_t rank, int kind, int slot) noexcept
     cdef const epcy_low_latency_header *find(self, int64_t rank, int kind, uint64_t epoch) noexcept
     cdef void send_rows(self, epcy_low_latency_send *call) noexcept nogil

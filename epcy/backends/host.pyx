@@ -19,6 +19,9 @@ import numpy as np
 from epcy.arrays cimport KIND_INT64, Array, describe, memory_at
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport CombineCall, DispatchCall
+from epcy.backends.meter cimport (
+    COMBINE_ROWS, EPCY_GAUGES_AT, EPCY_SPAN_COUNT, EPCY_SPAN_SEND, RECEIVE_ROWS, epcy_gauges_bytes, epcy_meter_rows,
+    epcy_meter_tokens)
 from epcy.backends.window cimport allocate
 from epcy.event cimport completed
 from epcy.handle cimport Area, Combine, Handle
@@ -101,6 +104,8 @@ cdef class HostBackend(Backend):
         error = None
         if code:
             error = HeapError(f"num_sms: could not start {options['num_sms']} threads ({os.strerror(code)})")
+        if self.meter is not None:
+            self.h.meter = self.meter.m
         error = self.open_status(options["status_dir"]) or error
         self.start, self.heap_layout = self.heap.start, self.h.heap
         self.open_areas(memory_at(self.start, nbytes, self.heap))
@@ -117,6 +122,13 @@ cdef class HostBackend(Backend):
             epcy_host_close(&self.h)
             free(self.h.base)
 
+    def use_sms(self, num_sms):
+        """Let calls use so many threads from now on; None: one."""
+        cdef int code = epcy_host_use_threads(&self.h, num_sms or 1)
+        if code:
+            raise HeapError(f"num_sms: could not start {num_sms} threads ({os.strerror(code)}; rank {self.rank}); "
+                            "give fewer")
+
     cdef object open_status(self, directory):
         """Map the status file; the first fields of it and of the status in the window."""
         cdef epcy_status start
@@ -127,19 +139,24 @@ cdef class HostBackend(Backend):
         if directory == "":
             return None
         try:
-            self.page, self.page_path = status_pages.open_page(status_pages.folder(directory), self.h.rank)
+            nbytes = EPCY_GAUGES_AT + epcy_gauges_bytes(epcy_num_local_experts(&self.h.shape))
+            self.page, self.page_path = status_pages.open_page(status_pages.folder(directory), self.h.rank, nbytes)
         except ArgumentError as error:
             return error
         except OSError as error:
             return ArgumentError(f"status_dir: could not make a status page: {error}; set EPCY_STATUS_DIR")
         view = self.page
         self.h.page = <epcy_status *>&view[0]
+        if self.meter is not None:
+            self.meter.attach(self.page)
         memcpy(self.h.page, &start, 24)
         return None
 
     def remove_page(self):
         if self.page_path is not None:
             self.h.page = NULL
+            if self.meter is not None:
+                self.meter.attach(None)
             try:
                 os.unlink(self.page_path)
             except FileNotFoundError:
@@ -359,7 +376,8 @@ cdef class HostBackend(Backend):
         handle.expert_alignment, handle.num_worst_tokens = alignment, num_worst_tokens
         handle.epoch, handle.num_local = self.h.epoch, epcy_num_local_experts(&self.h.shape)
         handle.routes = <epcy_route *>malloc(max(1, num_tokens * self.h.shape.num_topk) * sizeof(epcy_route))
-        handle.expert_numbers = <int64_t *>calloc(2 * handle.num_local + 1, 8)
+        handle.expert_numbers = <int64_t *>calloc(2 * handle.num_local + 1 + 2 * self.h.shape.num_ranks, 8)
+        handle.tokens = handle.expert_numbers + 2 * handle.num_local + 1
         if handle.routes == NULL or handle.expert_numbers == NULL:
             raise MemoryError
         return handle
@@ -412,6 +430,7 @@ cdef class HostBackend(Backend):
         record.routing = 0 if uncached else handle.epoch
         record.num_tokens, record.limit = call.x.shape[0], call.num_worst_tokens or self.h.shape.num_rows
         record.area_offset = self.h.heap.receive[area]
+        epcy_host_span(&self.h, EPCY_SPAN_COUNT)
         self.arrive(EPCY_OP_DISPATCH)
 
         error = self.disagreement()
@@ -447,11 +466,42 @@ cdef class HostBackend(Backend):
             handle.num_rows = call.num_worst_tokens or d.num_rows
             if d.num_rows > handle.num_rows and handle.error is None:
                 handle.error = self.deferred = verdicts.dropped(self.h.epoch, self.h.rank, d.num_rows, handle.num_rows)
+        if self.meter is not None:
+            self.count_tokens(handle, call, area, uncached)
         self.finish(EPCY_OP_DISPATCH)
         counts = None
         if handle.num_worst_tokens == 0:
             counts = [handle.expert_numbers[i] for i in range(handle.num_local)]
         return self.result(call, handle, area, counts, completed())
+
+    cdef int count_tokens(self, HostHandle handle, DispatchCall call, int area, bint uncached) except -1:
+        """Add a dispatch to the meter."""
+        cdef int64_t r, size = self.h.shape.num_ranks, row_bytes
+        if uncached:        # the records are others' soon: a handle keeps its numbers
+            memcpy(handle.tokens, epcy_host_counts(&self.h, self.h.rank, self.h.epoch), size * 8)
+            for r in range(size):
+                handle.tokens[size + r] = epcy_host_counts(&self.h, r, self.h.epoch)[self.h.rank]
+        epcy_meter_tokens(self.meter.m, handle.tokens, handle.tokens + size, handle.expert_numbers)
+        epcy_meter_rows(self.meter.m, RECEIVE_ROWS, area, min(handle.num_true_rows, handle.num_rows))
+        row_bytes = call.x.shape[1] * call.x.item_bytes()
+        if call.scales is not None:
+            row_bytes += epcy_num_scales(self.h.shape.hidden) * 4
+        for r in range(size):
+            if r != self.h.rank:
+                self.meter.m.gauges.bytes_moved += handle.tokens[r] * row_bytes
+        if self.meter.flows is not None:
+            self.meter.note(self.h.epoch, EPCY_OP_DISPATCH, handle.tokens)
+        return 0
+
+    cdef int count_sums(self, HostHandle handle, int64_t row_bytes) except -1:
+        """Add a combine to the meter: what it sends to a rank is what came from there."""
+        cdef int64_t r, size = self.h.shape.num_ranks
+        for r in range(size):
+            if r != self.h.rank:
+                self.meter.m.gauges.bytes_moved += handle.tokens[size + r] * row_bytes
+        if self.meter.flows is not None:
+            self.meter.note(self.h.epoch, EPCY_OP_COMBINE, handle.tokens + size)
+        return 0
 
     cdef HostHandle nothing_came(self, HostHandle of, error):
         """A handle like `of` (which may be an earlier call's and stays as it is) by which nothing was sent."""
@@ -489,6 +539,7 @@ cdef class HostBackend(Backend):
         record.has_weights, record.alignment = call.topk_weights is not None, handle.expert_alignment
         record.routing, record.num_tokens = handle.epoch, handle.num_tokens
         record.area_offset, record.weights_offset = call.x_offset, call.weights_offset
+        epcy_host_span(&self.h, EPCY_SPAN_SEND)
         self.arrive(EPCY_OP_COMBINE)
         error = self.disagreement()
         if error is not None:
@@ -508,6 +559,10 @@ cdef class HostBackend(Backend):
         epcy_host_phase(&self.h, EPCY_OP_COMBINE, EPCY_PHASE_DATA)
         with nogil:
             epcy_host_combine_rows(&self.h, &c)
+        if self.meter is not None:
+            self.count_sums(handle, call.x.shape[1] * call.x.item_bytes())
+            if call.area >= 0:
+                epcy_meter_rows(self.meter.m, COMBINE_ROWS, call.area, call.x.shape[0])
         self.finish(EPCY_OP_COMBINE)
         if call.consumed >= 0:
             self.taken[call.consumed] = False
@@ -524,6 +579,17 @@ cdef class HostBackend(Backend):
 
     cdef void phase(self, int op, int phase) noexcept:
         epcy_host_phase(&self.h, op, phase)
+
+    cdef void open_call(self, int op) noexcept:
+        epcy_host_open_call(&self.h, op)
+
+    cdef void receiving(self, int op, uint64_t epoch) noexcept:
+        epcy_host_phase(&self.h, op, EPCY_PHASE_COMPLETION)
+        if self.h.meter != NULL:
+            self.h.meter.epoch = epoch
+
+    cdef void span(self, int span) noexcept:
+        epcy_host_span(&self.h, span)
 
     cdef epcy_low_latency_header *header(self, int64_t rank, int kind, int slot) noexcept:
         return epcy_low_latency_header_at(&self.h, rank, kind, slot)

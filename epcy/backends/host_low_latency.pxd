@@ -3,13 +3,14 @@
 from libc.stdint cimport int64_t, uint64_t
 
 from epcy.backends.call cimport LowLatencyCombineCall, LowLatencyDispatchCall
-from epcy.backends.host cimport HostBackend, epcy_low_latency_header, epcy_route
+from epcy.backends.host cimport HostBackend, epcy_low_latency_header, epcy_low_latency_receive, epcy_route
 from epcy.handle cimport LowLatencyHandle
 
 
 cdef class HostLowLatencyHandle(LowLatencyHandle):
     cdef epcy_route *routes             # (T, K)
     cdef int64_t *counts                # (L,) rows received
+    cdef int64_t *tokens                # to each rank (R,), then from each (R,)
     cdef float *weights                 # (T, K) of the dispatch, or NULL
     cdef int64_t num_local
 
@@ -26,5 +27,7 @@ cdef class HostLowLatencyBackend(HostBackend):
     cdef void acknowledge(self, int kind) noexcept
     cdef object disagreement_of(self, int kind, uint64_t epoch)
     cdef HostLowLatencyHandle make_handle(self, LowLatencyDispatchCall call)
+    cdef int count_tokens_of(self, HostLowLatencyHandle handle, epcy_low_latency_receive *r) except -1
+    cdef int count_sums_of(self, HostLowLatencyHandle handle, uint64_t epoch, int64_t row_bytes) except -1
     cdef int count_stats(self, LowLatencyDispatchCall call, HostLowLatencyHandle handle) except -1
     cdef int put_in_area(self, LowLatencyCombineCall call, HostLowLatencyHandle handle) except -1

@@ -16,6 +16,7 @@ from epcy.arrays cimport KIND_INT64, copied
 from epcy.backends.call cimport LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.host cimport *
 from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
+from epcy.backends.meter cimport EPCY_SPAN_WAIT, LOW_LATENCY_ROWS, epcy_meter_rows, epcy_meter_tokens
 from epcy.event cimport completed
 from epcy.handle cimport LowLatencyHandle
 from epcy.layout cimport epcy_low_latency_area, epcy_low_latency_area_layout, epcy_num_local_experts
@@ -152,7 +153,8 @@ cdef class HostLowLatencyBackend(HostBackend):
         handle.expert_alignment, handle.num_rows = 1, self.low_latency.num_rows
         handle.num_local = epcy_num_local_experts(&self.h.shape)
         handle.routes = <epcy_route *>calloc(max(1, lanes), sizeof(epcy_route))
-        handle.counts = <int64_t *>calloc(handle.num_local, 8)
+        handle.counts = <int64_t *>calloc(handle.num_local + 2 * self.h.shape.num_ranks, 8)
+        handle.tokens = handle.counts + handle.num_local
         if call.topk_weights is not None:
             handle.weights = <float *>calloc(max(1, lanes), 4)
         if handle.routes == NULL or handle.counts == NULL or call.topk_weights is not None and handle.weights == NULL:
@@ -194,8 +196,9 @@ cdef class HostLowLatencyBackend(HostBackend):
         cdef epcy_low_latency_area layout = epcy_low_latency_area_layout(&self.h.shape)
         cdef char *area = self.start + self.h.heap.low_latency_x[handle.area]
         cdef epcy_low_latency_receive r
-        self.phase(EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_PHASE_COMPLETION)
+        self.receiving(EPCY_OP_LOW_LATENCY_DISPATCH, handle.epoch)
         self.wait(EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_WORD_ARRIVED, handle.epoch)
+        self.span(EPCY_SPAN_WAIT)
         error = self.disagreement_of(LOW_LATENCY_DISPATCH, handle.epoch)
         memset(&r, 0, sizeof(r))
         r.epoch, r.counts = handle.epoch, <int64_t *>(area + layout.counts)
@@ -204,9 +207,11 @@ cdef class HostLowLatencyBackend(HostBackend):
             if call.use_fp8:
                 r.row_bytes, r.scales = self.h.shape.hidden, area + layout.scales
                 r.scale_bytes = self.h.shape.hidden // (512 if call.use_ue8m0 else 128) * 4
-            r.routes, r.num_tokens = handle.routes, handle.num_tokens
+            r.routes, r.num_tokens, r.tokens = handle.routes, handle.num_tokens, handle.tokens
             with nogil:
                 self.receive_rows(&r)
+            if self.meter is not None:
+                self.count_tokens_of(handle, &r)
         elif not isinstance(error, MismatchError):      # a refusal: nothing came, and check() tells why
             handle.error = self.deferred = error
             memset(r.counts, 0, handle.num_local * 8)
@@ -221,6 +226,20 @@ cdef class HostLowLatencyBackend(HostBackend):
             self.count_stats(call, handle)
         return 0
 
+    cdef int count_tokens_of(self, HostLowLatencyHandle handle, epcy_low_latency_receive *r) except -1:
+        """Add a dispatch to the meter."""
+        cdef int64_t q, rows = 0, size = self.h.shape.num_ranks
+        epcy_meter_tokens(self.meter.m, handle.tokens, handle.tokens + size, r.counts)
+        for q in range(size):
+            if q != self.rank:
+                self.meter.m.gauges.bytes_moved += handle.tokens[size + q] * (r.row_bytes + r.scale_bytes)
+        for q in range(handle.num_local):
+            rows += r.counts[q]
+        epcy_meter_rows(self.meter.m, LOW_LATENCY_ROWS, handle.area, rows)
+        if self.meter.flows is not None:
+            self.meter.note(handle.epoch, EPCY_OP_LOW_LATENCY_DISPATCH, handle.tokens)
+        return 0
+
     cdef int count_stats(self, LowLatencyDispatchCall call, HostLowLatencyHandle handle) except -1:
         cdef int64_t i
         for i in range(handle.num_local):
@@ -228,6 +247,16 @@ cdef class HostLowLatencyBackend(HostBackend):
                 (<int64_t *>call.stats.data)[i] += handle.counts[i]
             else:
                 (<int32_t *>call.stats.data)[i] += <int32_t>handle.counts[i]
+        return 0
+
+    cdef int count_sums_of(self, HostLowLatencyHandle handle, uint64_t epoch, int64_t row_bytes) except -1:
+        """Add a combine to the meter: this rank fetched what it had sent."""
+        cdef int64_t r, size = self.h.shape.num_ranks
+        for r in range(size):
+            if r != self.rank:
+                self.meter.m.gauges.bytes_moved += handle.tokens[r] * row_bytes
+        if self.meter.flows is not None:
+            self.meter.note(epoch, EPCY_OP_LOW_LATENCY_COMBINE, handle.tokens + size)
         return 0
 
     # ---- combine --------------------------------------------------------------------------------------------
@@ -249,6 +278,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         cdef HostLowLatencyHandle handle = call.handle
         cdef epcy_low_latency_header *header = self.take_slot(LOW_LATENCY_COMBINE)
         cdef uint64_t epoch
+        self.open_call(EPCY_OP_LOW_LATENCY_COMBINE)
         if not call.in_area:
             self.put_in_area(call, handle)
         epoch = self.step(LOW_LATENCY_COMBINE)
@@ -268,8 +298,9 @@ cdef class HostLowLatencyBackend(HostBackend):
     cdef int low_latency_combine_receive(self, LowLatencyCombineCall call) except -1:
         cdef HostLowLatencyHandle handle = call.handle
         cdef epcy_low_latency_combine c
-        self.phase(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_PHASE_COMPLETION)
+        self.receiving(EPCY_OP_LOW_LATENCY_COMBINE, call.epoch)
         self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_ARRIVED, call.epoch)
+        self.span(EPCY_SPAN_WAIT)
         error = self.disagreement_of(LOW_LATENCY_COMBINE, call.epoch)
         if error is None:
             memset(&c, 0, sizeof(c))
@@ -281,6 +312,8 @@ cdef class HostLowLatencyBackend(HostBackend):
             c.sum.out = call.out.data
             with nogil:
                 self.sum_rows(&c)
+            if self.meter is not None:
+                self.count_sums_of(handle, call.epoch, self.h.shape.hidden * call.x.item_bytes())
         self.low_latency.leave_input(call)
         self.finish_receiving(LOW_LATENCY_COMBINE)
         if isinstance(error, MismatchError):

@@ -6,6 +6,7 @@ from epcy.arrays cimport Array
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport Call, CombineCall, DispatchCall
 from epcy.backends.cuda cimport epcy_cuda_combine, epcy_cuda_dispatch, epcy_cuda_routing, epcy_peers, epcy_report
+from epcy.backends.counters cimport Counters
 from epcy.backends.cuda_low_latency cimport epcy_low_latency_wire
 from epcy.event cimport Event
 from epcy.handle cimport Handle
@@ -47,6 +48,7 @@ cdef class NvshmemBackend(Backend):
     cdef epcy_peers peers
     cdef epcy_low_latency_wire wire     # bytes 0: no low-latency mode
     cdef Mapped mapped
+    cdef Counters counters              # None: nothing is counted
     cdef object memory                  # symmetric.Allocation
     cdef uintptr_t own_stream
     cdef CudaEvent last                 # the end of the last eager call

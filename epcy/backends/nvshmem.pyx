@@ -22,6 +22,7 @@ from epcy.backends.cuda cimport *
 from epcy.backends.cuda_low_latency cimport (
     EPCY_LOW_LATENCY_FP8, EPCY_LOW_LATENCY_LOGFMT, EPCY_LOW_LATENCY_ROUND_SCALE, EPCY_LOW_LATENCY_SOURCE,
     EPCY_LOW_LATENCY_UE8M0, EPCY_LOW_LATENCY_WEIGHTS, epcy_cuda_launch_reset, epcy_low_latency_wire_layout)
+from epcy.backends.counters cimport Counters
 from epcy.backends.symmetric cimport check
 from epcy.event cimport Event
 from epcy.handle cimport Combine, Dispatch, Handle
@@ -174,12 +175,17 @@ cdef class NvshmemBackend(Backend):
             self.peers.num_local = <int32_t>epcy_num_local_experts(&self.shape)
             check(epcy_cuda_stream(<void **>&self.own_stream), "cudaStreamCreate")
             check(epcy_cuda_load(), "loading kernels")
+            if self.meter is not None:
+                self.counters = Counters()
+                self.counters.open(self.meter, self.start + self.peers.control.counters, self.device,
+                                   epcy_num_local_experts(&self.shape))
             self.choose_blocks(options["num_sms"])
             options["num_sms"] = max(options["num_sms"] or self.combine_blocks, self.dispatch_peer_blocks * (
                 self.num_ranks - 1) + self.dispatch_own_blocks)
             self.pool, self.alive, self.captured = cupy.cuda.MemoryPool(), [], []
             self.open_areas(self.memory)
-            bootstrap.exchange(comm, None, None, self.timeout, "Buffer()")  # every control region is zero now
+            error = self.counters.open_page(options["status_dir"]) if self.counters is not None else None
+            bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")  # every control region is zero now
         finally:
             epcy_cuda_set_device(previous, NULL)
 
@@ -198,6 +204,10 @@ cdef class NvshmemBackend(Backend):
         self.expert_copy_blocks = max(0, rest - self.expert_own_blocks)
         self.combine_blocks = num_sms or min(24, most)
         self.combine_expert_blocks = num_sms or min(128, most)
+
+    def use_sms(self, num_sms):
+        """Let calls use so many blocks from now on, or (None) the usual ones; handles made before know theirs."""
+        self.choose_blocks(num_sms)
 
     def num_blocks(self, str op, str layout):
         """How many blocks, each with a multiprocessor of its own, a "dispatch" or "combine" takes."""
@@ -251,6 +261,8 @@ cdef class NvshmemBackend(Backend):
             return event
         event.keeps = keeps
         self.last, self.last_stream = event, stream
+        if self.counters is not None:
+            self.counters.leave()
         self.alive.append(event)
         if len(self.alive) % 4 == 0:        # to ask after an event takes longer than to keep one
             while self.alive and (<CudaEvent>self.alive[0]).query():
@@ -353,6 +365,8 @@ cdef class NvshmemBackend(Backend):
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             stream = self.begin(call, &capturing)
+            if self.counters is not None and not capturing:
+                self.counters.enter(OP_DISPATCH)
             if waits and capturing:
                 raise StateError(f"num_worst_tokens: a dispatch inside a graph capture cannot wait for its count (rank "
                                  f"{self.rank}); give num_worst_tokens, or handle=")
@@ -365,6 +379,8 @@ cdef class NvshmemBackend(Backend):
                 check(epcy_cuda_launch_dispatch(&d, <void *>stream), "launching dispatch")
             event = self.end(call, stream, capturing,
                              [call.x.owner, call.topk_idx, call.topk_weights, call.scales, handle])
+            if self.meter is not None and self.meter.flows is not None and not capturing:
+                self.counters.follow(OP_DISPATCH, handle.routing.chunk_count, handle)
             if waits:
                 self.wait_report(d.peers.ticket, 0, self.num_ranks, handle.experts.size, "dispatch")
                 handle.num_rows = <uint32_t>self.mapped.report.num_rows
@@ -400,6 +416,8 @@ cdef class NvshmemBackend(Backend):
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             stream = self.begin(call, &capturing)
+            if self.counters is not None and not capturing:
+                self.counters.enter(OP_COMBINE)
             if call.area >= 0:
                 area = self.start + self.heap_layout.combine[call.area]
             memset(&c, 0, sizeof(c))
@@ -448,6 +466,8 @@ cdef class NvshmemBackend(Backend):
                 check(epcy_cuda_launch_combine(&c, self.combine_blocks, <void *>stream), "launching combine")
             if call.consumed >= 0:
                 self.taken[call.consumed] = False
+            if self.meter is not None and self.meter.flows is not None and not capturing:
+                self.counters.follow(OP_COMBINE, handle.routing.recv_count, handle)
             r = Combine.__new__(Combine)
             r.combined_x = call.out.owner
             if call.out_weights is not None:
@@ -771,6 +791,8 @@ cdef class NvshmemBackend(Backend):
                     self.barrier(OP_FREE)
                     agreed = True
             finally:
+                if self.counters is not None:
+                    self.counters.close()
                 if not agreed:
                     self.leave()
                 self.close_areas()

@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "epcy/layout.h"
+#include "epcy/meter.h"
 
 #define EPCY_MAX_RANKS 32  /* of one NVLink domain: a warp looks at all of them at once */
 #define EPCY_MAX_CHUNKS 32 /* of a rank's tokens for one destination: a block each */
@@ -40,6 +41,9 @@
 #define EPCY_GRID_PEER(g) (((g) >> 16) & 0xFFu)
 #define EPCY_GRID_OWN(g) ((g) >> 24)
 
+#define EPCY_STEP_DISPATCH 1u /* operations, as in epcy/status.py */
+#define EPCY_STEP_COMBINE 2u
+
 #define EPCY_COUNT_BAD 0x80000000u /* in a count word: the chunk holds a bad id, and the rank's host waits */
 
 /* What a kernel of a call tells the host, in the low half of a verdict word. */
@@ -67,6 +71,7 @@ typedef struct epcy_control {
   int64_t left;     /* u32 [R]: whether a rank has left its calls: gave up, was interrupted, freed its Buffer alone */
   int64_t resets;   /* u64 [2][R]: (round, epoch) of the two rounds of reset */
   int64_t local;    /* epcy_local: nobody else touches it */
+  int64_t counters; /* epcy_counters: likewise */
   int64_t bytes;
 } epcy_control;
 
@@ -75,6 +80,34 @@ typedef struct epcy_local {
   uint32_t epoch[EPCY_MAX_BLOCKS];
   uint32_t broken, blocks_met;
 } epcy_local;
+
+/* When a kernel began and ended, and when its phases did, in ns of the GPU's global timer; one of each call, by epoch. */
+enum epcy_stamp_kind { /* each kind of call has epochs of its own, each half of one a stamp of its own */
+                       EPCY_STAMP_STEP, /* high throughput, barriers */
+                       EPCY_STAMP_LOW_LATENCY_DISPATCH,
+                       EPCY_STAMP_LOW_LATENCY_COMBINE,
+                       EPCY_STAMP_LOW_LATENCY_DISPATCH_RECEIVE,
+                       EPCY_STAMP_LOW_LATENCY_COMBINE_RECEIVE,
+                       EPCY_NUM_STAMP_KINDS
+};
+#define EPCY_NUM_STAMPS 1024 /* that are kept of each kind: the host reads them now and then */
+typedef struct epcy_stamp {
+  uint64_t epoch_op; /* epoch above, operation below; 0: never written */
+  uint64_t start_ns;
+  uint64_t end_ns[EPCY_NUM_SPANS]; /* by enum epcy_span; 0: no such phase; [EPCY_SPAN_CALL]: of the kernel */
+  uint64_t again;                  /* epoch_op once more: another value says that it is being written */
+} epcy_stamp;
+#define EPCY_STAMP_WORDS (3 + EPCY_NUM_SPANS)
+
+/* What kernels count; only ever added to. */
+typedef struct epcy_counters {
+  uint64_t wait_ns[EPCY_MAX_RANKS]; /* block 0's, for each rank */
+  uint64_t tokens_to[EPCY_MAX_RANKS], tokens_from[EPCY_MAX_RANKS];
+  uint64_t most_rows[EPCY_NUM_AREAS]; /* the largest so far, by receive area */
+  uint64_t bytes_moved;               /* of payload, between ranks */
+  epcy_stamp stamps[EPCY_NUM_STAMP_KINDS][EPCY_NUM_STAMPS];
+  /* followed by u64 experts[L]: lanes that came for each local expert */
+} epcy_counters;
 
 EPCY_INLINE epcy_control epcy_control_layout(const epcy_shape *s) {
   const int64_t R = s->num_ranks, C = EPCY_MAX_CHUNKS, L = epcy_num_local_experts(s);
@@ -93,6 +126,7 @@ EPCY_INLINE epcy_control epcy_control_layout(const epcy_shape *s) {
   c.left = at, at = epcy_round_up(at + R * 4, EPCY_LINE_BYTES);
   c.resets = at, at = epcy_round_up(at + 2 * R * 8, EPCY_LINE_BYTES);
   c.local = at, at = epcy_round_up(at + (int64_t)sizeof(epcy_local), EPCY_LINE_BYTES);
+  c.counters = at, at = epcy_round_up(at + (int64_t)sizeof(epcy_counters) + L * 8, EPCY_LINE_BYTES);
   c.bytes = at;
   return c;
 }
@@ -226,6 +260,8 @@ int epcy_cuda_zero(void *device, int64_t bytes);                    /* and wait 
 int epcy_cuda_fetch(void *host, const void *device, int64_t bytes); /* on a stream of its own; waits for nothing else */
 int epcy_cuda_put(void *device, const void *host, int64_t bytes);   /* likewise */
 int epcy_cuda_stage(void *to, const void *from, int64_t rows, int64_t row_bytes, int64_t stride_bytes, void *stream);
+/* How far the GPU's global timer is ahead of CLOCK_MONOTONIC, and by how much that may be wrong. */
+int epcy_cuda_compare_clocks(int num_rounds, int64_t *ahead_ns, int64_t *error_ns);
 int epcy_cuda_stream(void **stream);
 void epcy_cuda_stream_free(void *stream);
 int epcy_cuda_is_capturing(void *stream, int *yes);

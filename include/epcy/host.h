@@ -6,20 +6,11 @@
 #include <stdint.h>
 
 #include "epcy/layout.h"
+#include "epcy/meter.h"
+#include "epcy/status.h"
 
 #define EPCY_TEXT_BYTES 512
 
-enum epcy_op { /* OPERATIONS in epcy/status.py */
-               EPCY_OP_NONE,
-               EPCY_OP_DISPATCH,
-               EPCY_OP_COMBINE,
-               EPCY_OP_BARRIER,
-               EPCY_OP_FREE,
-               EPCY_OP_LOW_LATENCY_DISPATCH,
-               EPCY_OP_LOW_LATENCY_COMBINE,
-               EPCY_NUM_OPS
-};
-enum epcy_phase { EPCY_PHASE_IDLE, EPCY_PHASE_ARRIVAL, EPCY_PHASE_DATA, EPCY_PHASE_COMPLETION };
 enum epcy_dtype { EPCY_BF16, EPCY_FP16, EPCY_FP32, EPCY_FP8, EPCY_NUM_DTYPES };
 enum epcy_layout { EPCY_LAYOUT_RANK, EPCY_LAYOUT_EXPERT };
 enum epcy_word {
@@ -33,18 +24,6 @@ enum epcy_word {
   EPCY_NUM_WORDS
 };
 enum epcy_wait { EPCY_WAIT_DONE, EPCY_WAIT_PENDING, EPCY_WAIT_BROKEN };
-
-/* Where a rank is, for other ranks' error texts and for `python -m epcy`. */
-typedef struct epcy_status {
-  uint64_t magic;
-  int32_t version, pid, rank, size;
-  int32_t op, phase;
-  uint64_t epoch;
-  int64_t since_ns; /* CLOCK_MONOTONIC */
-  int64_t num_calls[EPCY_NUM_OPS];
-} epcy_status;
-#define EPCY_STATUS_MAGIC 0x7375746174737965ull
-#define EPCY_STATUS_VERSION 2
 
 /* What a rank says when it enters a call. Fields up to `has_weights`, `alignment` and `routing` must be equal on all
  * ranks. */
@@ -99,6 +78,8 @@ typedef struct epcy_host {
   epcy_status *page;      /* the status file, or NULL */
   int64_t *scratch;       /* R + E numbers for the call in progress */
   struct epcy_pool *pool; /* NULL: one thread */
+  int num_threads;        /* of the pool, the caller among them */
+  epcy_meter *meter;      /* NULL: nothing is counted */
 } epcy_host;
 
 /* A dispatch as the kernels need it. */
@@ -150,6 +131,7 @@ typedef struct epcy_low_latency_receive {
   int64_t row_bytes, scale_bytes;
   epcy_route *routes; /* the source's own, which get their rows */
   int64_t num_tokens;
+  int64_t *tokens; /* out: (R,) rows to each rank, then (R,) from each; one for each expert */
 } epcy_low_latency_receive;
 
 /* A low-latency combine: `sum` with expert weights, rows from where the headers say. */
@@ -169,7 +151,8 @@ int epcy_host_open(epcy_host *h, double spin_us, int num_threads); /* 0, or an e
 void epcy_host_close(epcy_host *h);
 /* Look at every page of a range of a rank's memory, so that this process has them: nothing is changed. */
 void epcy_host_touch(const epcy_host *h, int64_t rank, int64_t offset, int64_t num_bytes);
-char *epcy_host_wire(const epcy_host *h, int64_t rank); /* what low_latency.c lays out */
+int epcy_host_use_threads(epcy_host *h, int num_threads); /* from now on; 0, or an errno */
+char *epcy_host_wire(const epcy_host *h, int64_t rank);   /* what low_latency.c lays out */
 epcy_status *epcy_host_status(const epcy_host *h, int64_t rank);
 epcy_record *epcy_host_record(const epcy_host *h, int64_t rank, uint64_t epoch);
 int64_t *epcy_host_counts(const epcy_host *h, int64_t rank, uint64_t epoch);
@@ -177,6 +160,8 @@ int64_t *epcy_host_expert_counts(const epcy_host *h, int64_t rank, uint64_t epoc
 uint64_t epcy_host_word(const epcy_host *h, int64_t rank, int word);
 void epcy_host_store(epcy_host *h, int word, uint64_t value);
 void epcy_host_phase(epcy_host *h, int op, int phase);
+void epcy_host_open_call(epcy_host *h, int op); /* a call's time begins here, before its first phase */
+void epcy_host_span(epcy_host *h, int span);    /* what was done since the last span, or phase, of this call */
 /* Wait until `word` of every rank is at least `value`; at most slice_ns. */
 int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_ns);
 

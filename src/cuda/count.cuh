@@ -214,3 +214,24 @@ EPCY_DEVICE void share_evenly(const Step &s, const epcy_cuda_dispatch &a, const 
   }
   if (c == 0) share->num_pieces = __popc(used), share->total = to - from, share->base = base + from;
 }
+
+// A thread of each sending block: its tokens, for the statistics.
+EPCY_DEVICE void count_sent(const Step &s, const epcy_cuda_dispatch &a, const Role &role, const Share &share) {
+  epcy_counters *c = counters_of(s.p);
+  add_to(&c->tokens_to[role.d], share.total);
+  if (role.d != s.me) add_to(&c->bytes_moved, share.total * (a.row_bytes + a.num_scales * 4));
+}
+// Threads `at`, at + all, ... of this rank's first own block: what came from each rank and, unless that is counted
+// elsewhere, for each expert. The same threads wrote recv_count, if this call did.
+EPCY_DEVICE void count_received(const Step &s, const epcy_cuda_routing &routing, int rows, int area, bool with_experts,
+                                int at, int all) {
+  epcy_counters *c = counters_of(s.p);
+  uint64_t *experts = (uint64_t *)(c + 1);
+  for (int q = at; q < s.num_ranks * C; q += all) {
+    const int n = __ldcg(routing.recv_count + q);
+    if (n) add_to(&c->tokens_from[q / C], n);
+  }
+  for (int e = at; with_experts && e < (int)epcy_num_local_experts(&s.p.shape); e += all)
+    add_to(experts + e, __ldcg(routing.experts + e));
+  if (at == 0) atomicMax((unsigned long long *)&c->most_rows[area], (unsigned long long)rows);
+}

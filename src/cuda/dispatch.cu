@@ -98,6 +98,7 @@ EPCY_DEVICE void sum_experts(const Step &s, const epcy_cuda_dispatch &a, const R
     sum = __reduce_add_sync(~0u, sum);
     if (lane == 0) {
       a.routing.experts[e] = sum;
+      add_to((uint64_t *)(counters_of(s.p) + 1) + e, sum);
       if (s.p.ticket) s.tell(&reported[e], sum);
     }
   }
@@ -169,6 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   s.gather(a.header, &verdict);
   const bool agreed = verdict != EPCY_VERDICT_BROKEN;
   if (!a.cached && verdict == EPCY_VERDICT_OK) gather_counts(s, role.d, &verdict, &counts);
+  if (!a.cached) stamp(EPCY_SPAN_EXCHANGE); // that of the counts too
   const uint32_t theirs = s.header_value(role.d, 0), limit = s.header_value(role.d, 1);
   __syncthreads();
   if (warp == 0) {
@@ -196,6 +198,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     const int me = threadIdx.x - 32 * kMoverWarps;
     if (role.j == 0 && me == 0) tell_host(s, a, role, counts, limit, verdict);
+    if (moves && me == 0) count_sent(s, a, role, share);
     if (!a.cached) {
       if (role.j == 0)
 #pragma unroll 1
@@ -204,8 +207,14 @@ __global__ void __launch_bounds__(kThreads, 1)
                                              a.routing.chunk_base[role.d * C + c] =
                                                  moves ? counts.base[s.me * C + c] : 0;
       keep_routing<Id>(s, a, role, share.list[0], share.base, share.total, moves ? limit : 0, hist);
-      if (role.d == s.me && moves) sum_experts(s, a, role);
+      if (role.d == s.me && moves) {
+        for (int q = me; role.j == 0 && q < s.num_ranks * C; q += kOthers) a.routing.recv_count[q] = counts.n[q];
+        sum_experts(s, a, role);
+      }
     }
+    if (role.d == s.me && role.j == 0 && moves)
+      count_received(s, a.routing, a.cached ? (int)*a.routing.num_recv : counts.total, EPCY_HEADER_AREA((uint32_t)a.header), a.cached, me,
+                     kOthers);
 #pragma unroll 1
     for (int k = 0, base = share.base; moves && k < share.num_pieces; base += share.n[k++]) {
       const int room = (int)limit - base, n = share.n[k] < room ? share.n[k] : room > 0 ? room : 0;

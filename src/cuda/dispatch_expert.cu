@@ -248,6 +248,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   __syncthreads();
+  stamp(EPCY_SPAN_EXCHANGE); // that of the counts and starts too
   if (role.j == 0 && threadIdx.x == 32 * kMoverWarps) s.report(role.d, verdict);
   if (!a.cached && sends) {
     place_lanes<Id>(s, a, role, share, agreed ? counts.base[s.me * C + role.j] : 0, limit, table, &verdict);
@@ -330,6 +331,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       write_lanes<Id>(s, a, role.d, share.list[k], share.n[k], area);
     const int64_t rows = agreed && own ? __ldcg(a.routing.num_recv) : 0;
     const bool refused = (a.header & EPCY_HEADER_WAITS) && rows > a.limit;
+    if (moves && sends && me == 0) count_sent(s, a, role, share);
+    if (moves && own && role.j == 0)
+      count_received(s, a.routing, (int)rows, EPCY_HEADER_AREA((uint32_t)a.header), true, me, kOthers);
     const int64_t num_rows = refused ? 0 : rows < a.limit ? rows : a.limit;
     if (own && seen && (role.j >= role.g || a.num_copy_blocks == 0))
       fill_rows(s, a, copier * kOthers + me, copiers * kOthers, area, num_rows, rows);

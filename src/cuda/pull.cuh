@@ -89,6 +89,7 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
     proxy_fence();
     uint32_t item = 0;
     int row, next_row;
+    uint64_t moved = 0; // bytes from other ranks, for the statistics
     unsigned who = holders(s, a, begin, &row);
     auto free_stage = [&] {
       const int st = item % kStages;
@@ -109,6 +110,7 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
             const int st = free_stage();
             p.stage[st] = {token, (int)piece, left == who, (left & (left - 1)) == 0, left == 0};
             if (left) {
+              moved += r == s.me ? 0 : bytes;
               barrier_expect(p.full + st, bytes);
               bulk_load(ring + (int64_t)st * kStageBytes, y.at[r] + from * y.stride[r] + at, bytes, p.full + st);
             } else {
@@ -125,6 +127,7 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
       const int st = free_stage();
       p.stage[st].token = -1;
       barrier_arrive(p.full + st);
+      if (moved) add_to(&counters_of(s.p)->bytes_moved, moved);
     }
     __syncwarp();
   } else {
@@ -198,6 +201,7 @@ template <int Dtype, typename Before> EPCY_DEVICE void combine(const epcy_cuda_c
   __syncthreads();
   if (blockIdx.x == 0 && threadIdx.x == kThreads - 1) s.report(s.me, verdict); // no loader waits for the host
   if (verdict == EPCY_VERDICT_OK) before(s, &verdict);
+  stamp(EPCY_SPAN_SEND); // sums that others pull, in the expert layout
   if (verdict == EPCY_VERDICT_OK) pull<Dtype>(s, a, rings, pipelines, y);
   s.finish(&verdict);
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include "epcy/cuda.h"
 #include "ptx.cuh"
+#include "stamp.cuh"
 
 struct Step {
   const epcy_peers &p;
@@ -12,6 +13,7 @@ struct Step {
   EPCY_DEVICE explicit Step(const epcy_peers &peers) : p(peers), me(peers.rank), num_ranks((int)peers.shape.num_ranks) {
     epoch = load_local(&local()->epoch[blockIdx.x]) + 1;
     if (epoch == 0) epoch = 1;
+    stamp_begin();
   }
   EPCY_DEVICE epcy_local *local() const { return (epcy_local *)(p.base[me] + p.control.local); }
   EPCY_DEVICE bool broken() const { return load_local(&local()->broken) != 0; }
@@ -114,16 +116,20 @@ struct Step {
   // All threads of a block: wait for every rank's header; ends with a block barrier. `verdict` is shared and starts OK.
   // A rank that is seen here lets its peers write where its header says.
   EPCY_DEVICE void gather(uint32_t mine, int *verdict) const {
+    if (EPCY_HEADER_OP(mine) == EPCY_STEP_DISPATCH) stamp(EPCY_SPAN_COUNT);
     if ((int)threadIdx.x < num_ranks * EPCY_NUM_HEADERS) {
       const int from = threadIdx.x / EPCY_NUM_HEADERS, which = threadIdx.x % EPCY_NUM_HEADERS;
       bool ok = true;
+      const uint64_t since = global_time_ns();
       const uint32_t theirs = wait(header(me, from) + which, EPCY_CUDA_HEADERS, from, &ok);
+      if (blockIdx.x == 0 && which == 0) stamp_wait(p, from, since);
       if (!ok) atomicMax(verdict, (int)EPCY_VERDICT_BROKEN);
       else if (which) (void)theirs;
       else if (theirs & EPCY_HEADER_REFUSED) atomicMax(verdict, (int)EPCY_VERDICT_REFUSED);
       else if ((theirs ^ mine) & EPCY_HEADER_COMPARED) atomicMax(verdict, (int)EPCY_VERDICT_MISMATCH);
     }
     __syncthreads();
+    stamp(EPCY_SPAN_EXCHANGE);
   }
   EPCY_DEVICE uint32_t header_value(int rank, int word_of) const {
     return (uint32_t)load_word(header(me, rank) + word_of);
@@ -193,17 +199,22 @@ struct Step {
   // rank that comes too late learns from its own wait that this one has left.
   EPCY_DEVICE void finish(const int *verdict) const {
     __syncthreads();
+    if (p.operation == EPCY_STEP_DISPATCH) stamp(EPCY_SPAN_SEND);
+    else if (p.operation == EPCY_STEP_COMBINE) stamp(EPCY_SPAN_REDUCE);
     if ((int)threadIdx.x < num_ranks && (int)threadIdx.x != me && *verdict != EPCY_VERDICT_BROKEN) {
       __threadfence_system();
       store_word_release(done(threadIdx.x, me) + blockIdx.x, word(0));
       const int blocks = EPCY_GRID_BLOCKS(header_value(threadIdx.x, 3));
       bool ok = true;
+      const uint64_t since = global_time_ns();
 #pragma unroll 1
       for (int b = blockIdx.x; b < blocks && ok; b += gridDim.x)
         wait(done(me, threadIdx.x) + b, EPCY_CUDA_COMPLETION, threadIdx.x, &ok);
+      if (blockIdx.x == 0) stamp_wait(p, threadIdx.x, since);
     }
 #pragma unroll 1
     for (int b = blockIdx.x + threadIdx.x * gridDim.x; b < EPCY_MAX_BLOCKS; b += gridDim.x * blockDim.x)
       local()->epoch[b] = epoch;
+    stamp_end(p, EPCY_STAMP_STEP, epoch, p.operation, EPCY_SPAN_WAIT);
   }
 };

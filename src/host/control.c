@@ -24,7 +24,8 @@ enum {
   WORDS_AT = BELL_AT + EPCY_LINE_BYTES,
   RECORDS_AT = WORDS_AT + EPCY_NUM_WORDS * EPCY_LINE_BYTES
 };
-_Static_assert(sizeof(epcy_status) <= STATUS_BYTES, "the status fits in its line");
+_Static_assert(sizeof(epcy_status) <= STATUS_BYTES && STATUS_BYTES == EPCY_GAUGES_AT, "the status fits in its line");
+_Static_assert(EPCY_NUM_OPS <= EPCY_METER_OPS, "a meter has room for every operation");
 
 static int64_t record_bytes(const epcy_shape *s) {
   return epcy_round_up((int64_t)sizeof(epcy_record) + (s->num_ranks + s->num_experts) * 8, EPCY_LINE_BYTES);
@@ -87,10 +88,40 @@ static void write_status(epcy_status *s, int op, int phase, uint64_t epoch, int6
   if (phase == EPCY_PHASE_ARRIVAL) __atomic_store_n(&s->num_calls[op], s->num_calls[op] + 1, __ATOMIC_RELAXED);
 }
 
+/* What a call did in the phase that ends; -1: between calls. */
+static int span_of(int op, int phase) {
+  const int low_latency = op == EPCY_OP_LOW_LATENCY_DISPATCH || op == EPCY_OP_LOW_LATENCY_COMBINE;
+  switch (phase) {
+    case EPCY_PHASE_ARRIVAL: return low_latency ? EPCY_SPAN_SEND : EPCY_SPAN_EXCHANGE;
+    case EPCY_PHASE_DATA: return op == EPCY_OP_DISPATCH ? EPCY_SPAN_SEND : EPCY_SPAN_REDUCE;
+    case EPCY_PHASE_COMPLETION:
+      return !low_latency ? EPCY_SPAN_WAIT : op == EPCY_OP_LOW_LATENCY_DISPATCH ? EPCY_SPAN_FAN_OUT : EPCY_SPAN_REDUCE;
+    default: return EPCY_SPAN_SEND; /* opened before its first phase: rows were put where others find them */
+  }
+}
+
+static void measure_phase(epcy_host *h, int op, int left, int entered, int64_t now) {
+  epcy_meter *m = h->meter;
+  if (m->is_open) epcy_meter_span(m, span_of(m->op, left), now);
+  if (entered == EPCY_PHASE_IDLE) epcy_meter_end(m, now);
+  else if (!m->is_open) epcy_meter_begin(m, op, h->epoch, now);
+  else if (entered == EPCY_PHASE_ARRIVAL) m->epoch = h->epoch;
+}
+
 void epcy_host_phase(epcy_host *h, int op, int phase) {
   const int64_t now = now_ns();
-  write_status(epcy_host_status(h, h->rank), op, phase, h->epoch, now);
+  epcy_status *status = epcy_host_status(h, h->rank);
+  if (h->meter) measure_phase(h, op, status->phase, phase, now);
+  write_status(status, op, phase, h->epoch, now);
   if (h->page) write_status(h->page, op, phase, h->epoch, now);
+}
+
+void epcy_host_open_call(epcy_host *h, int op) {
+  if (h->meter) epcy_meter_begin(h->meter, op, h->epoch + 1, now_ns());
+}
+
+void epcy_host_span(epcy_host *h, int span) {
+  if (h->meter) epcy_meter_span(h->meter, span, now_ns());
 }
 
 static inline void pause_core(void) {
@@ -116,8 +147,15 @@ int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_n
   const int64_t num_ranks = h->shape.num_ranks;
   const int64_t start = now_ns(), spin_ns = (int64_t)(h->spin_us * 1000.0);
   int64_t next = 0, elapsed = 0; /* ranks before `next` are known to have come */
+  int64_t since = start;         /* when this rank began to wait for `next` */
   for (int64_t turn = 1;; turn++) {
+    const int64_t late = next;
     while (next < num_ranks && epcy_host_word(h, next, word) >= value) next++;
+    if (h->meter && turn > 1 && next > late) {
+      const int64_t now = now_ns();
+      epcy_meter_waited(h->meter, late, now - since);
+      since = now;
+    }
     if (next == num_ranks) break;
     if (elapsed < spin_ns) { /* it will come at once: keep the core */
       pause_core();
@@ -132,7 +170,10 @@ int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_n
     }
     if (word != EPCY_WORD_RESET && any_broken(h, value)) return EPCY_WAIT_BROKEN;
     elapsed = now_ns() - start;
-    if (elapsed > slice_ns) return EPCY_WAIT_PENDING;
+    if (elapsed > slice_ns) {
+      if (h->meter) epcy_meter_waited(h->meter, next, start + elapsed - since);
+      return EPCY_WAIT_PENDING;
+    }
   }
   /* Whoever gave up on this call has left it: its memory must not be touched any more. */
   if (word == EPCY_WORD_ARRIVED && any_broken(h, value)) return EPCY_WAIT_BROKEN;
@@ -145,13 +186,27 @@ int epcy_host_open(epcy_host *h, double spin_us, int num_threads) {
   h->epoch = 0;
   h->spin_us = spin_us;
   h->pool = NULL;
+  h->num_threads = 1;
   h->scratch = malloc(sizeof(int64_t) * (size_t)(h->shape.num_ranks + h->shape.num_experts));
   if (!h->scratch) return ENOMEM;
   memset(h->base[h->rank], 0, (size_t)wire_at(&h->shape));
   for (int i = 0; h->shape.num_low_latency_tokens && i < EPCY_NUM_LOW_LATENCY_KINDS * EPCY_NUM_SLOTS; i++)
     memset(epcy_low_latency_header_at(h, h->rank, i / EPCY_NUM_SLOTS, i % EPCY_NUM_SLOTS), 0,
            sizeof(epcy_low_latency_header));
-  return num_threads > 1 ? epcy_pool_open(&h->pool, num_threads) : 0;
+  return epcy_host_use_threads(h, num_threads);
+}
+
+int epcy_host_use_threads(epcy_host *h, int num_threads) {
+  if (num_threads > h->num_threads) {
+    struct epcy_pool *larger;
+    const int error = epcy_pool_open(&larger, num_threads);
+    if (error) return error;
+    epcy_pool_close(h->pool);
+    h->pool = larger;
+    h->num_threads = num_threads;
+  }
+  if (h->pool) epcy_pool_limit(h->pool, num_threads);
+  return 0;
 }
 
 void epcy_host_close(epcy_host *h) {

@@ -229,6 +229,11 @@ void epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive 
     }
     call->counts[l] = starts[(l + 1) * num_ranks] - starts[l * num_ranks];
   }
+  for (int64_t r = 0; r < num_ranks; r++) {
+    const int32_t *to = firsts_of(&c, h->rank) + r * num_local, *from = firsts_of(&c, r) + h->rank * num_local;
+    call->tokens[r] = to[num_local] - to[0];
+    call->tokens[num_ranks + r] = from[num_local] - from[0];
+  }
   epcy_pool_run(h->pool, receive_rows, &c, starts[num_local * num_ranks], 16);
   place_routes(&c);
 }

@@ -16,6 +16,8 @@ struct epcy_pool {
   pthread_t *threads;
   pid_t process;                   /* whose threads they are: a fork has none of them */
   int num_threads, num_busy, stop; /* guarded by lock */
+  int num_started;                 /* guarded by lock: each thread takes its number */
+  int limit;                       /* guarded by lock: threads that work beside the caller */
   uint64_t round;                  /* guarded by lock: a new value is new work */
   epcy_task task;
   const void *context;
@@ -35,10 +37,12 @@ static void *worker(void *argument) {
   epcy_pool *p = argument;
   uint64_t seen = 0;
   pthread_mutex_lock(&p->lock);
+  const int number = p->num_started++;
   for (;;) {
     while (p->round == seen && !p->stop) pthread_cond_wait(&p->work, &p->lock);
     if (p->stop) break;
     seen = p->round;
+    if (number >= p->limit) continue;
     pthread_mutex_unlock(&p->lock);
     take_pieces(p);
     pthread_mutex_lock(&p->lock);
@@ -83,13 +87,14 @@ int epcy_pool_open(epcy_pool **pool, int num_threads) {
     if (!error) p->num_threads++;
   }
   pthread_sigmask(SIG_SETMASK, &before, NULL);
+  p->limit = p->num_threads;
   if (error) epcy_pool_close(p);
   else *pool = p;
   return error;
 }
 
 void epcy_pool_run(epcy_pool *p, epcy_task task, const void *context, int64_t count, int64_t grain) {
-  if (!p || count < 2 * grain) {
+  if (!p || p->limit == 0 || count < 2 * grain) {
     if (count > 0) task(context, 0, count);
     return;
   }
@@ -99,12 +104,18 @@ void epcy_pool_run(epcy_pool *p, epcy_task task, const void *context, int64_t co
   p->count = count;
   p->grain = grain;
   atomic_store_explicit(&p->next, 0, memory_order_relaxed);
-  p->num_busy = p->num_threads;
+  p->num_busy = p->limit;
   p->round++;
   pthread_cond_broadcast(&p->work);
   pthread_mutex_unlock(&p->lock);
   take_pieces(p);
   pthread_mutex_lock(&p->lock);
   while (p->num_busy) pthread_cond_wait(&p->idle, &p->lock);
+  pthread_mutex_unlock(&p->lock);
+}
+
+void epcy_pool_limit(epcy_pool *p, int num_threads) {
+  pthread_mutex_lock(&p->lock);
+  p->limit = num_threads - 1 < p->num_threads ? num_threads - 1 : p->num_threads;
   pthread_mutex_unlock(&p->lock);
 }

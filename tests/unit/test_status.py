@@ -15,7 +15,7 @@ from epcy.errors import ArgumentError
 FORMAT = "<QiiiiiiQq7q"
 
 
-def page(pid=1, op=1, phase=2, epoch=9, magic=0x7375746174737965, version=2):
+def page(pid=1, op=1, phase=2, epoch=9, magic=0x7375746174737965, version=3):
     now = time.monotonic_ns()
     raw = struct.pack(FORMAT, magic, version, pid, 3, 4, op, phase, epoch, now - 10**9, 0, 5, 4, 1, 0, 0, 0)
     return raw.ljust(4096, b"\0")

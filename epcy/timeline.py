@@ -1,0 +1,249 @@
+"""One timeline of all ranks, as Perfetto and chrome://tracing read it (the trace-event format)."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from epcy import ranges
+from epcy.backends.meter import Meter, keep_meters, leave_meters
+from epcy.clocks import Aligned, ClockOffset, compare
+from epcy.errors import ArgumentError, StateError
+from epcy.status import OPERATIONS
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["assemble", "spans_as_events", "trace", "write"]
+
+# Where a token leaves and where it is used, by operation: phases, and whether their beginning or their end counts.
+# What another rank did is over when the second one is.
+FLOWS = {
+    "dispatch": ("dispatch.send", "begin", "dispatch.wait", "end"),
+    "combine": ("combine.send", "end", "combine.reduce", "begin"),
+    "low_latency_dispatch": ("low_latency_dispatch.send", "begin", "low_latency_dispatch.fan_out", "begin"),
+    "low_latency_combine": ("low_latency_combine.send", "begin", "low_latency_combine.reduce", "begin"),
+}
+
+Span = tuple[int, int, int, str]  # start_ns, end_ns, epoch, name
+Part = dict[str, Any]  # what one rank gives
+
+
+class trace:  # noqa: N801 - used as a function
+    """Write a timeline of what all Buffers do inside a `with` block, all ranks together.
+
+    Collective over `comm` at both ends of the block, blocking. Slices are calls and their phases, arrows lead from who
+    sent tokens to who got them; the clocks of the ranks are compared by ping-pong at both ends, and the metadata says
+    how far off they may be. An exception that leaves the block makes every rank write a part of its own, `path` with
+    `.rankN` behind it, and waits for nobody. With the nvtx extra calls are NVTX ranges meanwhile.
+
+    Parameters
+    ----------
+    path : path
+        Of the file, which rank 0 writes; open it at https://ui.perfetto.dev.
+    comm : mpi4py.MPI.Intracomm
+        Whose ranks are shown; default COMM_WORLD.
+    num_events : int
+        Slices that a Buffer keeps on each rank: 32 bytes each. Of more the last ones; the metadata says how many are
+        missing.
+
+    Raises
+    ------
+    ArgumentError
+        num_events is below 1.
+    StateError
+        The same trace is entered again.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], comm: MPI.Intracomm | None = None, *, num_events: int = 1 << 18
+    ) -> None:
+        if num_events < 1:
+            raise ArgumentError(f"num_events: expected a positive whole number, got {num_events!r}")
+        self.path, self.num_events = Path(path), num_events
+        self._given, self._meters, self._first = comm, [], []  # type: ignore[var-annotated]
+        self._comm: MPI.Intracomm | None = None
+        self._start_ns = 0
+
+    def __enter__(self) -> trace:
+        if self._comm is not None:
+            raise StateError("trace: this trace was entered before; make a new one")
+        from mpi4py import MPI
+
+        self._comm = self._given if self._given is not None else MPI.COMM_WORLD
+        self._first = compare(self._comm)
+        ranges.follow(True)
+        keep_meters(self._meters, self.num_events)
+        self._start_ns = time.monotonic_ns()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        comm = self._comm
+        if comm is None:
+            return
+        part = {
+            "rank": comm.rank,
+            "start_ns": self._start_ns,
+            "buffers": [_buffer_part(m) for m in self._meters],
+        }
+        leave_meters(self._meters)
+        ranges.follow(False)
+        if kind is not None:
+            alone = [ClockOffset(0, 0, 0)]
+            write(self.path.with_name(f"{self.path.name}.rank{comm.rank}"), assemble([part], alone, alone))
+            return
+        last = compare(comm)
+        parts = comm.gather(part)
+        error = None
+        if parts is not None:
+            try:
+                write(self.path, assemble(parts, self._first, last))
+            except OSError as caught:
+                error = caught
+        error = comm.bcast(error)
+        if error is not None:
+            raise ArgumentError(f"path: rank 0 could not write {os.fspath(self.path)!r}: {error}")
+
+
+def _buffer_part(meter: Meter) -> dict[str, Any]:
+    events = meter.events()
+    return {
+        "group": meter.group,
+        "number": meter.number,
+        "rank": meter.rank,
+        "backend": meter.backend,
+        "events": events,
+        "clock_error_ns": meter.clock_error_ns,
+        "dropped": meter.num_events - len(events),
+        "flows": list(meter.flows or ()),
+    }
+
+
+def assemble(parts: list[Part], first: list[ClockOffset], last: list[ClockOffset]) -> dict[str, Any]:
+    """Make one trace of what the ranks gathered. Local.
+
+    Parameters
+    ----------
+    parts : list of dict
+        Of each rank: "rank", "start_ns", and "buffers", each with "group", "number", "rank", "backend", "events" and
+        "flows".
+    first, last : list of ClockOffset
+        By rank, at the beginning and at the end.
+
+    Returns
+    -------
+    dict
+        What json.dump takes.
+    """
+    events: list[dict[str, Any]] = []
+    places: dict[tuple[Any, ...], tuple[int, int]] = {}  # a flow's end -> (process, thread)
+    spans: dict[tuple[Any, ...], tuple[int, int]] = {}  # of this process and phase -> its times
+    start = min(part["start_ns"] for part in parts)
+    dropped = errors = 0
+    clocks = [Aligned(one, other) for one, other in zip(first, last, strict=True)]
+    for at, part in enumerate(parts):
+        process, aligned = part["rank"], clocks[at]
+        events.append(_named("process_name", process, 0, f"rank {process}"))
+        events.append(
+            {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+        )
+        errors = max(errors, aligned.error_ns)
+        for thread, buffer in enumerate(part["buffers"], 1):
+            key = (buffer["group"], buffer["number"])
+            label = f"Buffer {buffer['number']} ({buffer['backend']}, {len(buffer['group'])} ranks)"
+            events.append(_named("thread_name", process, thread, label))
+            dropped += buffer["dropped"]
+            errors = max(errors, aligned.error_ns + buffer.get("clock_error_ns", 0))
+            mine = [
+                (aligned(begin), aligned(end), epoch, name) for begin, end, epoch, name in buffer["events"]
+            ]
+            start = min([start, *(begin for begin, _, _, _ in mine)])
+            for begin, end, epoch, name in mine:
+                spans[(key, buffer["rank"], epoch, name)] = begin, end
+            places[(key, buffer["rank"])] = process, thread
+            events += spans_as_events(mine, process, thread)
+    events += _flows(parts, places, spans)
+    for event in events:
+        if "ts" in event:
+            event["ts"] = (event["ts"] - start) / 1e3
+    events.sort(key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "otherData": {
+            "tool": "epcy",
+            "num_ranks": len(parts),
+            "clock_error_us": errors / 1e3,
+            "clock_ahead_us": [clock.first.ahead_ns / 1e3 for clock in clocks],
+            "num_dropped_slices": dropped,
+        },
+    }
+
+
+def spans_as_events(spans: Iterable[Span], process: int, thread: int) -> list[dict[str, Any]]:
+    """Turn spans into complete events whose `ts` still is in ns; a phase is cut to its call. Local."""
+    spans = list(spans)
+    calls: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for begin, end, epoch, name in spans:
+        if "." not in name:
+            calls.setdefault((epoch, name), []).append((begin, end))
+    found = []
+    for begin, end, epoch, name in spans:
+        operation, _, phase = name.partition(".")
+        if phase:  # times read on a GPU are a little coarse, and slices must nest
+            around = [e for b, e in calls.get((epoch, operation), ()) if b <= begin <= e]
+            end = min([end, *around])
+        found.append(
+            {
+                "ph": "X", "name": phase or operation, "cat": "phase" if phase else "call", "pid": process,
+                "tid": thread, "ts": begin, "dur": (end - begin) / 1e3, "args": {"call": epoch},
+            }
+        )  # fmt: skip
+    return found
+
+
+def _flows(
+    parts: list[Part], places: dict[tuple[Any, ...], Any], spans: dict[tuple[Any, ...], tuple[int, int]]
+) -> list[dict[str, Any]]:
+    """Arrows between ranks; one whose other end no ring has any more is left out."""
+    events: list[dict[str, Any]] = []
+    for part in parts:
+        for buffer in part["buffers"]:
+            key = (buffer["group"], buffer["number"])
+            for epoch, op, tokens in buffer["flows"]:
+                leaves, leaves_at, comes, comes_at = FLOWS[OPERATIONS[op]]
+                sent = spans.get((key, buffer["rank"], epoch, leaves))
+                for to, num_tokens in enumerate(tokens):
+                    came = spans.get((key, to, epoch, comes))
+                    if to == buffer["rank"] or not num_tokens or sent is None or came is None:
+                        continue
+                    which = {"id": len(events) // 2, "name": "tokens", "cat": "flow"}
+                    ends = zip("sf", ((sent, leaves_at, buffer["rank"]), (came, comes_at, to)), strict=True)
+                    for kind, (span, edge, rank) in ends:
+                        process, thread = places[(key, rank)]
+                        # an arrow belongs to the slice that is open at its time: the very end is outside
+                        ts = span[0] if edge == "begin" else max(span[0], span[1] - 1)
+                        event = {"ph": kind, **which, "pid": process, "tid": thread, "ts": ts}
+                        events.append({**event, "args": {"tokens": num_tokens}})
+                    events[-1]["bp"] = "e"
+    return events
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write a trace whole or not at all. Local."""
+    part = path.with_name(f"{path.name}.part{os.getpid()}")
+    with open(part, "w", encoding="utf-8") as file:
+        json.dump(content, file, separators=(",", ":"))
+        file.write("\n")
+    part.replace(path)
