@@ -21,7 +21,7 @@ from epcy.backends.meter cimport (
 from epcy.backends.symmetric cimport check
 
 from epcy import status as status_pages
-from epcy.errors import ArgumentError
+from epcy.errors import ArgumentError, BackendError
 
 
 cdef class Counters:
@@ -78,7 +78,8 @@ cdef class Counters:
 
     cdef int close(self) except -1:
         """Read a last time: the memory goes; and so does the page."""
-        self.read()
+        with contextlib.suppress(BackendError):     # why the Buffer ends is somebody else's to tell
+            self.read()
         self.meter.refresh = None
         self.meter.attach(None)
         self.status = NULL
