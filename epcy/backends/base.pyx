@@ -10,16 +10,23 @@ from epcy.backends.call cimport CombineCall, DispatchCall, LowLatencyCombineCall
 from epcy.backends.low_latency cimport LowLatency
 from epcy.event cimport completed
 from epcy.handle cimport Area, Dispatch, Handle, LowLatencyHandle
-from epcy.layout cimport EPCY_NUM_AREAS, epcy_area_layout, epcy_num_local_experts, epcy_num_scales, epcy_shape
+from epcy.layout cimport (
+    EPCY_GUARD_BYTES, EPCY_NUM_AREAS, epcy_area_layout, epcy_heap, epcy_num_local_experts, epcy_num_scales, epcy_shape)
 
 from epcy.arrays import DTYPES
+from epcy.backends.inspection import Inspection
 from epcy.errors import ArgumentError, StateError
+from epcy.faults import Faults
 
 
 cdef class Backend:
     def __init__(self, comm, dict shape, dict options, list identities, object token, xp):
         self.comm, self.token, self.identities, self.xp = comm, token, identities, xp
-        self.rank, self.num_ranks, self.timeout = comm.rank, comm.size, options["timeout"]
+        self.rank, self.num_ranks = comm.rank, comm.size
+        self.timeout = self.default_timeout = options["timeout"]
+        self.masks_late = options["on_timeout"] == "mask"
+        self.faults = Faults(options["faults"], comm.rank) if options["faults"] else None
+        self.checks = options["check"]
         self.shape.num_ranks, self.shape.num_experts = comm.size, shape["num_experts"]
         self.shape.num_topk, self.shape.num_max_tokens = shape["num_topk"], shape["num_max_tokens"]
         self.shape.hidden, self.shape.row_bytes, self.shape.num_rows = (
@@ -34,22 +41,49 @@ cdef class Backend:
         """Those of `ranks` whose processes are known to have ended."""
         return [r for r in ranks if r in self.watched and self.identities[r].is_dead()]
 
+    cdef void set_timeout(self, double seconds) noexcept:
+        """Bound the waits of the call that begins."""
+        self.timeout = seconds
+
+    cdef int reach(self, str operation, str phase) except -1:
+        """Come to a phase of a call, where a fault may have been asked for."""
+        if self.faults is not None:
+            self.faults.reach(operation, phase)
+        return 0
+
+    cdef int leave(self) except -1:
+        """Return to the user: an error in mid-call, whatever it is, must not leave the others waiting."""
+        return 0
+
     # ---- areas ----------------------------------------------------------------------------------------------
 
     cdef int open_areas(self, owner) except -1:
         """Make the views; `owner` keeps their memory. self.start and self.heap_layout are known."""
         cdef int i
+        cdef epcy_heap *heap
         self.areas = [Area() for _ in range(EPCY_NUM_AREAS)]
         self.receive_views = [self.views(self.heap_layout.receive[i], owner) for i in range(EPCY_NUM_AREAS)]
         self.combine_views = [self.views(self.heap_layout.combine[i], owner) for i in range(EPCY_NUM_AREAS)]
         if self.shape.num_low_latency_tokens:
             self.low_latency = LowLatency(self, owner)
+        if self.checks:
+            heap = &self.heap_layout
+            ends = {"the control region": heap.receive[0], "receive area 0": heap.receive[1],
+                    "receive area 1": heap.combine[0], "combine area 0": heap.combine[1],
+                    "combine area 1": heap.low_latency_x[0]}
+            if self.shape.num_low_latency_tokens:
+                ends |= {"low-latency receive area 0": heap.low_latency_x[1],
+                         "low-latency receive area 1": heap.low_latency_y[0],
+                         "low-latency combine area 0": heap.low_latency_y[1], "low-latency combine area 1": heap.bytes}
+            self.inspection = Inspection(self.rank, {
+                name: self.view(end - EPCY_GUARD_BYTES, (EPCY_GUARD_BYTES,), np.dtype(np.uint8), owner)
+                for name, end in ends.items()})
         return 0
 
     cdef int close_areas(self) except -1:
         for area in self.areas:
             (<Area>area).generation += 1
-        self.receive_views = self.combine_views = self.low_latency = None
+        self.receive_views = self.combine_views = self.low_latency = self.inspection = None
         return 0
 
     cdef int take_area(self) except -1:
@@ -224,6 +258,27 @@ cdef class Backend:
 
     def wait_all(self):
         """Let everything of this Buffer come to its end."""
+
+    # ---- going on without a rank ------------------------------------------------------------------------------
+
+    cdef int64_t num_masked(self) noexcept:
+        return 0
+
+    cpdef set_mask(self, int rank, bint masked):
+        raise NotImplementedError
+
+    cpdef masked(self):
+        return ()
+
+    cpdef dropped(self, int which):
+        return None
+
+    # ---- the option `check` -----------------------------------------------------------------------------------
+
+    def inspect(self, str operation):
+        """Raise if something was written past the end of a region; nothing of this Buffer runs now."""
+        if self.inspection is not None:
+            self.inspection.verify(operation)
 
     # ---- errors that come later -----------------------------------------------------------------------------
 

@@ -30,11 +30,17 @@ static int64_t record_bytes(const epcy_shape *s) {
   return epcy_round_up((int64_t)sizeof(epcy_record) + (s->num_ranks + s->num_experts) * 8, EPCY_LINE_BYTES);
 }
 
-static int64_t wire_at(const epcy_shape *s) { return epcy_round_up(RECORDS_AT + 2 * record_bytes(s), EPCY_PAGE_BYTES); }
+static int64_t masks_at(const epcy_shape *s) { return RECORDS_AT + 2 * record_bytes(s); }
+
+static int64_t wire_at(const epcy_shape *s) { return epcy_round_up(masks_at(s) + s->num_ranks, EPCY_PAGE_BYTES); }
 
 int64_t epcy_host_control_bytes(const epcy_shape *s) { return wire_at(s) + epcy_low_latency_wire_bytes(s); }
 
 char *epcy_host_wire(const epcy_host *h, int64_t rank) { return h->base[rank] + wire_at(&h->shape); }
+
+uint8_t *epcy_host_masks(const epcy_host *h, int64_t rank) {
+  return (uint8_t *)h->base[rank] + masks_at(&h->shape);
+}
 
 static _Atomic uint64_t *word_at(const epcy_host *h, int64_t rank, int word) {
   return (_Atomic uint64_t *)(h->base[rank] + WORDS_AT + word * EPCY_LINE_BYTES);
@@ -99,7 +105,7 @@ static inline void pause_core(void) {
 static int any_broken(const epcy_host *h, uint64_t epoch) {
   for (int64_t r = 0; r < h->shape.num_ranks; r++) {
     const uint64_t first = epcy_host_word(h, r, EPCY_WORD_BROKEN);
-    if (first && first <= epoch) return 1;
+    if (first && first <= epoch && !h->masked[r]) return 1;
   }
   return 0;
 }
@@ -111,7 +117,7 @@ int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_n
   const int64_t start = now_ns(), spin_ns = (int64_t)(h->spin_us * 1000.0);
   int64_t next = 0, elapsed = 0; /* ranks before `next` are known to have come */
   for (int64_t turn = 1;; turn++) {
-    while (next < num_ranks && epcy_host_word(h, next, word) >= value) next++;
+    while (next < num_ranks && (epcy_host_word(h, next, word) >= value || h->masked[next])) next++;
     if (next == num_ranks) break;
     if (elapsed < spin_ns) { /* it will come at once: keep the core */
       pause_core();
@@ -142,6 +148,8 @@ int epcy_host_open(epcy_host *h, double spin_us, int num_threads) {
   h->scratch = malloc(sizeof(int64_t) * (size_t)(h->shape.num_ranks + h->shape.num_experts));
   if (!h->scratch) return ENOMEM;
   memset(h->base[h->rank], 0, (size_t)wire_at(&h->shape));
+  h->masked = epcy_host_masks(h, h->rank);
+  h->num_masked = 0;
   for (int i = 0; h->shape.num_low_latency_tokens && i < EPCY_NUM_LOW_LATENCY_KINDS * EPCY_NUM_SLOTS; i++)
     memset(epcy_low_latency_header_at(h, h->rank, i / EPCY_NUM_SLOTS, i % EPCY_NUM_SLOTS), 0,
            sizeof(epcy_low_latency_header));
