@@ -14,7 +14,7 @@ A fault is `kind:key=value,...`; several are separated by semicolons. A key that
     lie     add `by` to the first count that the rank announces in a dispatch
     full    no room for the Buffer's memory, in the constructor
 
-    rank, operation (a name of `OPERATIONS` or "reset"), phase ("arrival", "data", "completion", "receipt"),
+    rank, operation (a name of `epcy.status.OPERATIONS`, "reset" or "constructor"), phase ("arrival", "data", "completion", "receipt"),
     call (the n-th visit, from 1, that fits the other keys), every (each n-th of them), seed
 """
 
@@ -35,7 +35,7 @@ KINDS = ("delay", "late", "drop", "kill", "alloc", "lie", "full")
 # Before the flag that says "I am here"; between the flags; before the flag that says "I am through"; low latency: before
 # the flag that says "I have received".
 PHASES = ("arrival", "data", "completion", "receipt")
-_NAMES = (*OPERATIONS[1:], "reset")
+_NAMES = (*OPERATIONS[1:], "reset", "constructor")
 _NUMBERS = {"rank": 0, "call": 1, "every": 1, "seed": 0, "by": None}
 
 

@@ -34,8 +34,8 @@ cdef class BufferState:
     def unmask_rank(self, rank):
         """Take a rank back that was only late.
 
-        Local, does not block. It must be where the others are: either it has made every low-latency call that they
-        have (nothing comes of those, and each tells so), or all ranks call `reset()` after this.
+        Local, does not block. The calls that were made without it are over: it makes them too, to be where the others
+        are (nothing comes of them, and `check()` tells so), or all ranks call `reset()` after this.
 
         Parameters
         ----------

@@ -119,7 +119,8 @@ cdef extern from "epcy/host.h" nogil:
         epcy_route *routes
         int64_t num_tokens
         uint8_t *sources
-        int32_t *firsts
+        int32_t *bases
+        int32_t *before
 
     ctypedef struct epcy_low_latency_combine:
         uint64_t epoch
@@ -132,8 +133,7 @@ cdef extern from "epcy/host.h" nogil:
         epcy_route *routes
         int64_t num_tokens
         const uint8_t *from_ "from"
-        const uint8_t *sources
-        const int32_t *firsts
+        const int32_t *before
         uint64_t epoch
         int64_t *num_dropped
 
@@ -157,8 +157,9 @@ cdef extern from "epcy/host.h" nogil:
     epcy_low_latency_header *epcy_low_latency_header_at(const epcy_host *h, int64_t rank, int kind, int slot)
     const epcy_low_latency_header *epcy_low_latency_find(const epcy_host *h, int64_t rank, int kind, uint64_t epoch)
     void epcy_host_low_latency_send(epcy_host *h, epcy_low_latency_send *call)
-    uint8_t *epcy_host_masks(const epcy_host *h, int64_t rank)
-    uint8_t *epcy_low_latency_sources(const epcy_host *h, int64_t rank, int kind, int slot)
+    uint64_t *epcy_host_without(const epcy_host *h, int64_t rank)
+    void epcy_host_mask(epcy_host *h, int64_t rank, int masked)
+    int32_t *epcy_low_latency_bases(const epcy_host *h, int64_t rank, int kind, int slot)
     void epcy_low_latency_invalidate(epcy_host *h, int kind, uint64_t epoch)
     int epcy_host_mask_routes(const epcy_host *h, const epcy_masked_routes *call)
     void epcy_host_renormalize(const epcy_host *h, const epcy_route *routes, int64_t num_tokens, const float *weights,
@@ -216,9 +217,10 @@ cdef class HostBackend(Backend):
     cdef int64_t receive_rows(self, const epcy_low_latency_receive *call) noexcept nogil
     cdef void stage_rows(self, char *to, const char *data, const int64_t *counts, int64_t row_bytes) noexcept nogil
     cdef int64_t sum_rows(self, const epcy_low_latency_combine *call) noexcept nogil
-    cdef uint8_t *sources_of(self, int64_t rank, int kind, int slot) noexcept
+    cdef int32_t *bases_of(self, int64_t rank, int kind, int slot) noexcept
     cdef void invalidate(self, int kind, uint64_t epoch) noexcept
-    cdef bint is_masked_by(self, int64_t rank) noexcept
+    cdef bint is_masked_by(self, int64_t rank, uint64_t epoch) noexcept
+    cdef void mask(self, int64_t rank, bint masked) noexcept
     cdef int mask_routes(self, const epcy_masked_routes *call) noexcept
     cdef void renormalize(self, const epcy_route *routes, int64_t num_tokens, const float *weights,
                           float *out) noexcept

@@ -634,15 +634,18 @@ cdef class HostBackend(Backend):
     cdef int64_t sum_rows(self, const epcy_low_latency_combine *call) noexcept nogil:
         return epcy_host_low_latency_combine(&self.h, call)
 
-    cdef uint8_t *sources_of(self, int64_t rank, int kind, int slot) noexcept:
-        return epcy_low_latency_sources(&self.h, rank, kind, slot)
+    cdef int32_t *bases_of(self, int64_t rank, int kind, int slot) noexcept:
+        return epcy_low_latency_bases(&self.h, rank, kind, slot)
 
     cdef void invalidate(self, int kind, uint64_t epoch) noexcept:
         epcy_low_latency_invalidate(&self.h, kind, epoch)
 
-    cdef bint is_masked_by(self, int64_t rank) noexcept:
-        """Whether that rank goes on without this one."""
-        return epcy_host_masks(&self.h, rank)[self.h.rank] != 0
+    cdef bint is_masked_by(self, int64_t rank, uint64_t epoch) noexcept:
+        """Whether that rank goes, or went, on without this one in this call."""
+        return epcy_host_without(&self.h, rank)[self.h.rank] >= epoch
+
+    cdef void mask(self, int64_t rank, bint masked) noexcept:
+        epcy_host_mask(&self.h, rank, masked)
 
     cdef int mask_routes(self, const epcy_masked_routes *call) noexcept:
         return epcy_host_mask_routes(&self.h, call)

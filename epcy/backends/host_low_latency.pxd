@@ -14,7 +14,8 @@ cdef class HostLowLatencyHandle(LowLatencyHandle):
     cdef int64_t num_local
     cdef int num_ranks
     cdef uint8_t *sources               # (R,) whose rows were placed here
-    cdef int32_t *firsts                # (R, E + 1) the lists of lower ranks
+    cdef int32_t *bases                 # (R, L) where each source's rows lie at each local expert, or -1
+    cdef int32_t *before                # (E,) rows that this rank takes to lie before its own
     cdef int64_t *not_sent              # (R,) lanes dropped at the dispatch, then (R,) missing in the last combine
 
 
@@ -22,6 +23,7 @@ cdef class HostLowLatencyBackend(HostBackend):
     cdef int next_slot[2]               # by kind
     cdef uint64_t epochs[2][2]          # of the last two sent calls of a kind, by number
     cdef uint64_t input_epochs[2]       # of the last combine that used a combine area
+    cdef object left_out                # the error of ranks that go on without this one, of the last receive
     cdef list num_lanes                 # by rank: dropped at dispatches; missing in combines
 
     cdef epcy_low_latency_header *take_slot(self, int kind) except NULL

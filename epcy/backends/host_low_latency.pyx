@@ -35,7 +35,8 @@ cdef class HostLowLatencyHandle(LowLatencyHandle):
         free(self.counts)
         free(self.weights)
         free(self.sources)
-        free(self.firsts)
+        free(self.bases)
+        free(self.before)
         free(self.not_sent)
 
     cdef int64_t _num_recv_tokens(self) noexcept:
@@ -144,8 +145,9 @@ cdef class HostLowLatencyBackend(HostBackend):
             takes_part[rank] = r != NULL and not self.h.masked[rank]
             if self.h.masked[rank]:
                 continue
-            if r == NULL and self.is_masked_by(rank):       # it did not wait for this rank, and is in later calls
+            if self.is_masked_by(rank, epoch):
                 left_by.append(rank)
+            if r == NULL and self.is_masked_by(rank, epoch):       # it did not wait for this rank, and is in later calls
                 continue
             if r == NULL:
                 differs = True
@@ -157,8 +159,9 @@ cdef class HostLowLatencyBackend(HostBackend):
                         or r.use_ue8m0 != mine.use_ue8m0 or r.reduction != mine.reduction
                         or r.use_logfmt != mine.use_logfmt or r.has_weights != mine.has_weights
                         or r.routing != mine.routing)
-        if not differs and left_by:
-            self.deferred = verdicts.left_out(epoch, OPERATIONS[OPS[kind]], left_by)
+        self.left_out = verdicts.left_out(epoch, OPERATIONS[OPS[kind]], left_by) if left_by and not differs else None
+        if self.left_out is not None:
+            self.deferred = self.left_out
         if not differs:
             return None
         self.acknowledge(1 - kind)      # who is in a call of the other kind must not wait for this rank there
@@ -191,11 +194,12 @@ cdef class HostLowLatencyBackend(HostBackend):
             handle.weights = <float *>calloc(max(1, lanes), 4)
         handle.num_ranks = self.num_ranks
         handle.sources = <uint8_t *>calloc(self.num_ranks, 1)
-        handle.firsts = <int32_t *>calloc(self.num_ranks * (self.h.shape.num_experts + 1), 4)
+        handle.bases = <int32_t *>calloc(self.h.shape.num_experts, 4)
+        handle.before = <int32_t *>calloc(self.h.shape.num_experts, 4)
         handle.not_sent = <int64_t *>calloc(2 * self.num_ranks, 8)
         fails = self.faults is not None and self.faults.fails("low_latency_dispatch")
-        if (handle.routes == NULL or handle.counts == NULL or handle.sources == NULL or handle.firsts == NULL
-                or handle.not_sent == NULL or call.topk_weights is not None and handle.weights == NULL or fails):
+        if (handle.routes == NULL or handle.counts == NULL or handle.sources == NULL or handle.bases == NULL
+                or handle.before == NULL or handle.not_sent == NULL or call.topk_weights is not None and handle.weights == NULL or fails):
             text = f"x: no memory for the routes of {call.x.shape[0]} tokens (rank {self.rank})"
             self.refuse(EPCY_OP_LOW_LATENCY_DISPATCH, text)
             raise HeapError(text)
@@ -243,6 +247,8 @@ cdef class HostLowLatencyBackend(HostBackend):
         error = self.disagreement_of(LOW_LATENCY_DISPATCH, handle.epoch, handle.sources)
         if self.checks:
             memset(area, 0xFF, self.low_latency.num_rows * self.h.shape.row_bytes)     # NaN, where no row comes
+        if self.left_out is not None:
+            handle.error = self.left_out
         memset(&r, 0, sizeof(r))
         r.epoch, r.counts = handle.epoch, <int64_t *>(area + layout.counts)
         if error is None:
@@ -251,7 +257,7 @@ cdef class HostLowLatencyBackend(HostBackend):
                 r.row_bytes, r.scales = self.h.shape.hidden, area + layout.scales
                 r.scale_bytes = self.h.shape.hidden // (512 if call.use_ue8m0 else 128) * 4
             r.routes, r.num_tokens = handle.routes, handle.num_tokens
-            r.sources, r.firsts = handle.sources, handle.firsts
+            r.sources, r.bases, r.before = handle.sources, handle.bases, handle.before
             with nogil:
                 bad = self.receive_rows(&r)
             if bad >= 0:
@@ -315,7 +321,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         epoch = self.step(LOW_LATENCY_COMBINE)
         header.dtype, header.reduction, header.use_logfmt = call.x.kind, call.reduction, call.use_logfmt
         header.has_weights, header.routing = call.topk_weights is not None, handle.epoch
-        memcpy(self.sources_of(self.h.rank, LOW_LATENCY_COMBINE, slot), handle.sources, self.num_ranks)
+        memcpy(self.bases_of(self.h.rank, LOW_LATENCY_COMBINE, slot), handle.bases, self.h.shape.num_experts * 4)
         header.y_offset = self.h.heap.low_latency_y[call.area]
         self.input_epochs[call.area] = call.epoch = epoch
         self.send(LOW_LATENCY_COMBINE, header, epoch)
@@ -357,7 +363,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         c.epoch, c.at_source, c.use_logfmt, c.from_ = call.epoch, call.reduction, call.use_logfmt, from_
         c.sum.num_tokens, c.sum.dtype, c.sum.out = handle.num_tokens, call.x.kind, call.out.data
         m.given, m.num_tokens, m.from_, m.epoch = handle.routes, handle.num_tokens, from_, call.epoch
-        m.sources, m.firsts, m.num_dropped = handle.sources, handle.firsts, not_returned
+        m.before, m.num_dropped = handle.before, not_returned
         memset(not_returned, 0, self.num_ranks * 8)
         try:
             while lost >= 0:
@@ -386,17 +392,17 @@ cdef class HostLowLatencyBackend(HostBackend):
         return 0
 
     cdef bint all_placed(self, HostLowLatencyHandle handle, const uint8_t *from_, uint64_t epoch) noexcept:
-        """Whether every rank takes part and has placed the rows of every rank: the ordinary case."""
+        """Whether every rank takes part and has placed this rank's rows where it thinks: the ordinary case."""
         cdef const epcy_low_latency_header *header
-        cdef const uint8_t *placed
-        cdef int64_t r, s
+        cdef const int32_t *bases
+        cdef int64_t r, i
         for r in range(self.num_ranks):
-            header = self.find(r, LOW_LATENCY_COMBINE, epoch) if from_[r] and handle.sources[r] else NULL
+            header = self.find(r, LOW_LATENCY_COMBINE, epoch) if from_[r] and handle.not_sent[r] == 0 else NULL
             if header == NULL:
                 return False
-            placed = <const uint8_t *>header + sizeof(epcy_low_latency_header)
-            for s in range(self.num_ranks):
-                if not placed[s]:
+            bases = <const int32_t *>(header + 1) + self.rank * handle.num_local
+            for i in range(handle.num_local):
+                if bases[i] != handle.before[r * handle.num_local + i]:
                     return False
         return True
 
@@ -426,9 +432,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         return bool(late - {self.rank})
 
     cpdef set_mask(self, int rank, bint masked):
-        if bool(self.h.masked[rank]) != masked:
-            self.h.num_masked += 1 if masked else -1
-            self.h.masked[rank] = masked        # the others see it too: it lies in this rank's memory
+        self.mask(rank, masked)
 
     cpdef masked(self):
         return tuple([r for r in range(self.num_ranks) if self.h.masked[r]])

@@ -57,9 +57,11 @@ def late(
             f"{phase}, expected {expected}, seen {seen}"
         )
         remedy = f"Find out what keeps rank {culprits[0]}"
+    after = "reset() on all ranks makes this Buffer usable again"
+    if operation == "reset":
+        after = "call reset() again on every rank where it raised: it goes on where it was"
     return PeerTimeoutError(
-        f"{operation} (call {epoch}) on rank {rank}: {happened}: {where}. {remedy}, or give a larger timeout; reset() "
-        "on all ranks makes this Buffer usable again",
+        f"{operation} (call {epoch}) on rank {rank}: {happened}: {where}. {remedy}, or give a larger timeout; {after}",
         culprits,
         phase,
         epoch,

@@ -81,7 +81,7 @@ typedef struct epcy_low_latency_header {
   int64_t y_offset;   /* combine: where the experts' rows lie */
   int32_t refused, unused;
   char text[EPCY_TEXT_BYTES];
-  /* followed by uint8_t sources[R]: combine: the ranks whose rows its dispatch placed here */
+  /* followed by int32_t bases[R][L]: combine: where, at each expert, its dispatch placed the rows of each source; or -1 */
 } epcy_low_latency_header;
 enum epcy_low_latency_kind { EPCY_LOW_LATENCY_DISPATCH, EPCY_LOW_LATENCY_COMBINE, EPCY_NUM_LOW_LATENCY_KINDS };
 #define EPCY_NUM_SLOTS 2
@@ -99,7 +99,7 @@ typedef struct epcy_host {
   double spin_us;
   epcy_status *page;      /* the status file, or NULL */
   int64_t *scratch;       /* R + E numbers for the call in progress */
-  uint8_t *masked;        /* [R], in this rank's memory: ranks that this one goes on without */
+  uint8_t *masked;        /* [R]: ranks that this one goes on without */
   int64_t num_masked;
   struct epcy_pool *pool; /* NULL: one thread */
 } epcy_host;
@@ -154,7 +154,8 @@ typedef struct epcy_low_latency_receive {
   epcy_route *routes; /* the source's own, which get their rows */
   int64_t num_tokens;
   uint8_t *sources; /* [R] in: whose rows are wanted; out: whose came, the others' slots were given away meanwhile */
-  int32_t *firsts;  /* out: (R, E + 1) the lists of the ranks before this one, for another rank's view of them */
+  int32_t *bases;   /* out: (R, L) rows at each local expert before those of each source; -1: nothing came from it */
+  int32_t *before;  /* out: (E,) rows that this rank takes to lie before its own at each expert, if all ranks see alike */
 } epcy_low_latency_receive;
 
 /* A low-latency combine: `sum` with expert weights, rows from where the headers say. */
@@ -181,7 +182,9 @@ int64_t *epcy_host_expert_counts(const epcy_host *h, int64_t rank, uint64_t epoc
 uint64_t epcy_host_word(const epcy_host *h, int64_t rank, int word);
 void epcy_host_store(epcy_host *h, int word, uint64_t value);
 void epcy_host_phase(epcy_host *h, int op, int phase);
-uint8_t *epcy_host_masks(const epcy_host *h, int64_t rank); /* [R]: the ranks that `rank` goes on without */
+/* The last low-latency call that `rank` goes on in without another one; ~0: it does so still; 0: never. [R] */
+uint64_t *epcy_host_without(const epcy_host *h, int64_t rank);
+void epcy_host_mask(epcy_host *h, int64_t rank, int masked);
 /* Wait until `word` of every rank that is not masked is at least `value`; at most slice_ns. */
 int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_ns);
 
@@ -201,7 +204,7 @@ epcy_low_latency_header *epcy_low_latency_header_at(const epcy_host *h, int64_t 
 /* That rank's header of this call, or NULL: it is in another call. Its `arrived` word has been seen. */
 const epcy_low_latency_header *epcy_low_latency_find(const epcy_host *h, int64_t rank, int kind, uint64_t epoch);
 void epcy_host_low_latency_send(epcy_host *h, epcy_low_latency_send *call);
-uint8_t *epcy_low_latency_sources(const epcy_host *h, int64_t rank, int kind, int slot);
+int32_t *epcy_low_latency_bases(const epcy_host *h, int64_t rank, int kind, int slot);
 /* Let nobody take a header, or what it speaks of, for that of its call any more. */
 void epcy_low_latency_invalidate(epcy_host *h, int kind, uint64_t epoch);
 /* -1, or the rank whose lists make no sense. */
@@ -218,11 +221,10 @@ typedef struct epcy_masked_routes {
   const epcy_route *given; /* (T, K) */
   epcy_route *routes;      /* out: rows as their owners placed them, -1: dropped */
   int64_t num_tokens;
-  const uint8_t *from;    /* [R] the ranks that rows come from */
-  const uint8_t *sources; /* [R] whose rows this rank took for placed by everybody */
-  const int32_t *firsts;  /* (R, E + 1) */
-  uint64_t epoch;         /* of the combine */
-  int64_t *num_dropped;   /* out: [R] lanes that were sent and do not come back */
+  const uint8_t *from;   /* [R] the ranks that rows come from */
+  const int32_t *before; /* (E,) of the dispatch */
+  uint64_t epoch;        /* of the combine */
+  int64_t *num_dropped;  /* out: [R] lanes that were sent and do not come back */
 } epcy_masked_routes;
 /* Whether any lane is dropped or moved. */
 int epcy_host_mask_routes(const epcy_host *h, const epcy_masked_routes *call);

@@ -32,14 +32,24 @@ static int64_t record_bytes(const epcy_shape *s) {
 
 static int64_t masks_at(const epcy_shape *s) { return RECORDS_AT + 2 * record_bytes(s); }
 
-static int64_t wire_at(const epcy_shape *s) { return epcy_round_up(masks_at(s) + s->num_ranks, EPCY_PAGE_BYTES); }
+static int64_t wire_at(const epcy_shape *s) {
+  return epcy_round_up(masks_at(s) + s->num_ranks * (int64_t)sizeof(uint64_t), EPCY_PAGE_BYTES);
+}
 
 int64_t epcy_host_control_bytes(const epcy_shape *s) { return wire_at(s) + epcy_low_latency_wire_bytes(s); }
 
 char *epcy_host_wire(const epcy_host *h, int64_t rank) { return h->base[rank] + wire_at(&h->shape); }
 
-uint8_t *epcy_host_masks(const epcy_host *h, int64_t rank) {
-  return (uint8_t *)h->base[rank] + masks_at(&h->shape);
+uint64_t *epcy_host_without(const epcy_host *h, int64_t rank) {
+  return (uint64_t *)(h->base[rank] + masks_at(&h->shape));
+}
+
+void epcy_host_mask(epcy_host *h, int64_t rank, int masked) {
+  if (h->masked[rank] == masked) return;
+  h->num_masked += masked ? 1 : -1;
+  h->masked[rank] = (uint8_t)masked;
+  /* That rank shall not take this one's later calls for a mistake, however far behind it is. */
+  __atomic_store_n(epcy_host_without(h, h->rank) + rank, masked ? UINT64_MAX : h->epoch, __ATOMIC_RELEASE);
 }
 
 static _Atomic uint64_t *word_at(const epcy_host *h, int64_t rank, int word) {
@@ -146,10 +156,10 @@ int epcy_host_open(epcy_host *h, double spin_us, int num_threads) {
   h->spin_us = spin_us;
   h->pool = NULL;
   h->scratch = malloc(sizeof(int64_t) * (size_t)(h->shape.num_ranks + h->shape.num_experts));
-  if (!h->scratch) return ENOMEM;
-  memset(h->base[h->rank], 0, (size_t)wire_at(&h->shape));
-  h->masked = epcy_host_masks(h, h->rank);
+  h->masked = calloc((size_t)h->shape.num_ranks, 1);
   h->num_masked = 0;
+  if (!h->scratch || !h->masked) return ENOMEM;
+  memset(h->base[h->rank], 0, (size_t)wire_at(&h->shape));
   for (int i = 0; h->shape.num_low_latency_tokens && i < EPCY_NUM_LOW_LATENCY_KINDS * EPCY_NUM_SLOTS; i++)
     memset(epcy_low_latency_header_at(h, h->rank, i / EPCY_NUM_SLOTS, i % EPCY_NUM_SLOTS), 0,
            sizeof(epcy_low_latency_header));
@@ -159,6 +169,8 @@ int epcy_host_open(epcy_host *h, double spin_us, int num_threads) {
 void epcy_host_close(epcy_host *h) {
   epcy_pool_close(h->pool);
   free(h->scratch);
+  free(h->masked);
+  h->masked = NULL;
   h->pool = NULL;
   h->scratch = NULL;
 }

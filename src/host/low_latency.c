@@ -20,7 +20,7 @@ typedef struct slot_layout {
 } slot_layout;
 
 static int64_t header_bytes(const epcy_shape *s) {
-  return epcy_round_up((int64_t)sizeof(epcy_low_latency_header) + s->num_ranks, EPCY_LINE_BYTES);
+  return epcy_round_up((int64_t)sizeof(epcy_low_latency_header) + s->num_experts * 4, EPCY_LINE_BYTES);
 }
 
 static slot_layout layout_of(const epcy_shape *s) {
@@ -59,8 +59,8 @@ const epcy_low_latency_header *epcy_low_latency_find(const epcy_host *h, int64_t
   return slot < 0 ? NULL : epcy_low_latency_header_at(h, rank, kind, slot);
 }
 
-uint8_t *epcy_low_latency_sources(const epcy_host *h, int64_t rank, int kind, int slot) {
-  return (uint8_t *)(epcy_low_latency_header_at(h, rank, kind, slot) + 1);
+int32_t *epcy_low_latency_bases(const epcy_host *h, int64_t rank, int kind, int slot) {
+  return (int32_t *)(epcy_low_latency_header_at(h, rank, kind, slot) + 1);
 }
 
 /* A rank that is masked here may be reading all the same: it looks at the epoch again when it has read. */
@@ -227,13 +227,11 @@ static void place_routes(const receive_context *c) {
   const epcy_shape *s = &c->h->shape;
   const int64_t num_routes = c->call->num_tokens * s->num_topk, num_local = epcy_num_local_experts(s);
   const int64_t room = s->num_ranks * s->num_low_latency_tokens;
-  int64_t *before = num_routes < s->num_experts ? NULL : c->h->scratch;
-  for (int64_t e = 0; before && e < s->num_experts; e++) before[e] = rows_before(c, e);
   for (int64_t i = 0; i < num_routes; i++) {
     epcy_route *route = &c->call->routes[i];
     if (route->rank < 0 || route->row < 0) continue;
     const int64_t e = route->rank * num_local + route->local_expert;
-    route->row += route->local_expert * room + (before ? before[e] : rows_before(c, e));
+    route->row += route->local_expert * room + c->call->before[e];
   }
 }
 
@@ -257,7 +255,6 @@ static int still_there(const epcy_host *h, int64_t source, int slot, uint64_t ep
 
 int64_t epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive *call) {
   const int64_t num_ranks = h->shape.num_ranks, num_local = epcy_num_local_experts(&h->shape);
-  const int64_t num_firsts = h->shape.num_experts + 1;
   char *slots[num_ranks];
   int which[num_ranks];
   int64_t *starts = h->scratch; /* R + E numbers: one more than L * R at least */
@@ -283,14 +280,15 @@ int64_t epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_recei
       call->counts[l] = starts[(l + 1) * num_ranks] - starts[l * num_ranks];
     }
     epcy_pool_run(h->pool, receive_rows, &c, starts[num_local * num_ranks], 16);
-    for (int64_t s = 0; s < h->rank; s++)
-      if (slots[s]) memcpy(call->firsts + s * num_firsts, firsts_of(&c, s), (size_t)num_firsts * 4);
+    for (int64_t s = 0; s < num_ranks; s++)
+      for (int64_t l = 0; l < num_local; l++)
+        call->bases[s * num_local + l] =
+            slots[s] ? (int32_t)(starts[l * num_ranks + s] - starts[l * num_ranks]) : -1;
+    for (int64_t e = 0; e < h->shape.num_experts; e++) call->before[e] = (int32_t)rows_before(&c, e);
     lost = -1;
     for (int64_t s = 0; s < num_ranks; s++)
       if (slots[s] && !still_there(h, s, which[s], call->epoch)) call->sources[lost = s] = 0;
   }
-  for (int64_t s = 0; s < num_ranks; s++) /* from here on the copies count */
-    if (slots[s] && s < h->rank) slots[s] = (char *)(call->firsts + s * num_firsts) - c.layout.firsts;
   place_routes(&c);
   return -1;
 }

@@ -1,35 +1,21 @@
 /* Low-latency combines without some ranks.
  *
  * Masks are each rank's own, so ranks may differ about whose tokens were there. Where a row lies at its expert's rank
- * follows from the sources that this rank placed, which it tells in its combine's header: the row moves by the tokens of
- * the ranks before that one of the two has counted and the other has not. What cannot be known is dropped. */
+ * follows from the sources that this rank placed, and it tells in its combine's header where it placed each. */
 #include <string.h>
 
 #include "epcy/host.h"
 
-/* How far the rows for expert e of rank d lie from where this rank thinks; 0 in *known: it cannot tell. */
-static int64_t shift(const epcy_host *h, const epcy_masked_routes *call, const uint8_t *placed, int64_t e, int *known) {
-  const int64_t num_firsts = h->shape.num_experts + 1;
-  int64_t rows = 0;
-  for (int64_t s = 0; s < h->rank; s++) {
-    const int32_t *firsts = call->firsts + s * num_firsts;
-    if (placed[s] == call->sources[s]) continue;
-    if (placed[s]) *known = 0; /* nobody has told this rank how many those were */
-    else rows -= firsts[e + 1] - firsts[e];
-  }
-  return rows;
-}
-
 int epcy_host_mask_routes(const epcy_host *h, const epcy_masked_routes *call) {
   const int64_t num_ranks = h->shape.num_ranks, num_topk = h->shape.num_topk;
   const int64_t num_local = epcy_num_local_experts(&h->shape);
-  const uint8_t *placed[num_ranks];
+  const int32_t *placed[num_ranks];
   int changed = 0;
   for (int64_t d = 0; d < num_ranks; d++) {
     placed[d] = NULL;
     for (int slot = 0; slot < EPCY_NUM_SLOTS && call->from[d]; slot++)
       if (epcy_low_latency_header_at(h, d, EPCY_LOW_LATENCY_COMBINE, slot)->epoch == call->epoch)
-        placed[d] = epcy_low_latency_sources(h, d, EPCY_LOW_LATENCY_COMBINE, slot);
+        placed[d] = epcy_low_latency_bases(h, d, EPCY_LOW_LATENCY_COMBINE, slot) + h->rank * num_local;
     call->num_dropped[d] = 0;
   }
   for (int64_t i = 0; i < call->num_tokens * num_topk; i++) {
@@ -40,10 +26,10 @@ int epcy_host_mask_routes(const epcy_host *h, const epcy_masked_routes *call) {
       changed = 1;
       continue;
     }
-    int known = placed[route->rank] != NULL && placed[route->rank][h->rank];
-    const int64_t by = !known ? 0
-                              : shift(h, call, placed[route->rank],
-                                      route->rank * num_local + route->local_expert, &known);
+    const int32_t *bases = placed[route->rank];
+    const int known = bases != NULL && bases[route->local_expert] >= 0;
+    const int64_t by =
+        known ? bases[route->local_expert] - call->before[route->rank * num_local + route->local_expert] : 0;
     if (!known) call->num_dropped[route->rank]++;
     changed |= !known || by;
     route->row = known ? route->row + by : -1;
