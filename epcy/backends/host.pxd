@@ -160,6 +160,7 @@ cdef extern from "epcy/host.h" nogil:
     uint64_t *epcy_host_without(const epcy_host *h, int64_t rank)
     void epcy_host_mask(epcy_host *h, int64_t rank, int masked)
     int32_t *epcy_low_latency_bases(const epcy_host *h, int64_t rank, int kind, int slot)
+    void epcy_low_latency_publish(epcy_low_latency_header *header, uint64_t epoch)
     void epcy_low_latency_invalidate(epcy_host *h, int kind, uint64_t epoch)
     int epcy_host_mask_routes(const epcy_host *h, const epcy_masked_routes *call)
     void epcy_host_renormalize(const epcy_host *h, const epcy_route *routes, int64_t num_tokens, const float *weights,
@@ -218,6 +219,7 @@ cdef class HostBackend(Backend):
     cdef void stage_rows(self, char *to, const char *data, const int64_t *counts, int64_t row_bytes) noexcept nogil
     cdef int64_t sum_rows(self, const epcy_low_latency_combine *call) noexcept nogil
     cdef int32_t *bases_of(self, int64_t rank, int kind, int slot) noexcept
+    cdef void publish(self, epcy_low_latency_header *header, uint64_t epoch) noexcept
     cdef void invalidate(self, int kind, uint64_t epoch) noexcept
     cdef bint is_masked_by(self, int64_t rank, uint64_t epoch) noexcept
     cdef void mask(self, int64_t rank, bint masked) noexcept

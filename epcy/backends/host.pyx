@@ -637,6 +637,9 @@ cdef class HostBackend(Backend):
     cdef int32_t *bases_of(self, int64_t rank, int kind, int slot) noexcept:
         return epcy_low_latency_bases(&self.h, rank, kind, slot)
 
+    cdef void publish(self, epcy_low_latency_header *header, uint64_t epoch) noexcept:
+        epcy_low_latency_publish(header, epoch)
+
     cdef void invalidate(self, int kind, uint64_t epoch) noexcept:
         epcy_low_latency_invalidate(&self.h, kind, epoch)
 

@@ -89,7 +89,7 @@ cdef class HostLowLatencyBackend(HostBackend):
 
     cdef int send(self, int kind, epcy_low_latency_header *header, uint64_t epoch) except -1:
         """Make a header and what it speaks of everybody's."""
-        header.epoch = epoch
+        self.publish(header, epoch)
         self.next_slot[kind] ^= 1
         self.epochs[kind][self.low_latency.sent(kind) & 1] = epoch
         self.reach(OPERATIONS[OPS[kind]], "data")
@@ -119,6 +119,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         cdef int kind = op - EPCY_OP_LOW_LATENCY_DISPATCH
         cdef epcy_low_latency_header *header
         cdef bytes raw
+        cdef uint64_t epoch
         if kind != LOW_LATENCY_DISPATCH and kind != LOW_LATENCY_COMBINE:
             HostBackend.refuse(self, op, text)
             return
@@ -127,9 +128,10 @@ cdef class HostLowLatencyBackend(HostBackend):
         memcpy(header.text, <const char *>raw, len(raw))
         header.text[len(raw)] = 0
         header.refused = 1
-        header.epoch = self.step(kind)
+        epoch = self.step(kind)
+        self.publish(header, epoch)
         self.next_slot[kind] ^= 1
-        self.store(EPCY_WORD_ARRIVED, header.epoch)
+        self.store(EPCY_WORD_ARRIVED, epoch)
         self.acknowledge(kind)
         self.phase(op, EPCY_PHASE_IDLE)
 

@@ -205,6 +205,8 @@ epcy_low_latency_header *epcy_low_latency_header_at(const epcy_host *h, int64_t 
 const epcy_low_latency_header *epcy_low_latency_find(const epcy_host *h, int64_t rank, int kind, uint64_t epoch);
 void epcy_host_low_latency_send(epcy_host *h, epcy_low_latency_send *call);
 int32_t *epcy_low_latency_bases(const epcy_host *h, int64_t rank, int kind, int slot);
+/* Give a header its call: whoever sees `arrived` finds it. */
+void epcy_low_latency_publish(epcy_low_latency_header *header, uint64_t epoch);
 /* Let nobody take a header, or what it speaks of, for that of its call any more. */
 void epcy_low_latency_invalidate(epcy_host *h, int kind, uint64_t epoch);
 /* -1, or the rank whose lists make no sense. */

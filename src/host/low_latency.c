@@ -63,6 +63,10 @@ int32_t *epcy_low_latency_bases(const epcy_host *h, int64_t rank, int kind, int 
   return (int32_t *)(epcy_low_latency_header_at(h, rank, kind, slot) + 1);
 }
 
+void epcy_low_latency_publish(epcy_low_latency_header *header, uint64_t epoch) {
+  __atomic_store_n(&header->epoch, epoch, __ATOMIC_RELAXED); /* others look at it at any time, for another call */
+}
+
 /* A rank that is masked here may be reading all the same: it looks at the epoch again when it has read. */
 void epcy_low_latency_invalidate(epcy_host *h, int kind, uint64_t epoch) {
   const int slot = find_slot(h, h->rank, kind, epoch);
