@@ -44,7 +44,12 @@ CFLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fvisibili
 CFLAGS += ["-Wno-psabi"]  # a note about vectors that no function boundary sees
 LDFLAGS = ["-pthread"]
 if os.environ.get("EPCY_SANITIZE"):
-    SANITIZE = [f"-fsanitize={os.environ['EPCY_SANITIZE']}", "-fno-sanitize-recover=undefined", "-g", "-fno-omit-frame-pointer"]
+    SANITIZE = [
+        f"-fsanitize={os.environ['EPCY_SANITIZE']}",
+        "-fno-sanitize-recover=undefined",
+        "-g",
+        "-fno-omit-frame-pointer",
+    ]
     CFLAGS = ["-O1" if flag == "-O3" else flag for flag in CFLAGS] + SANITIZE
     LDFLAGS += SANITIZE
 HEADERS = sorted(glob("include/**/*.h", recursive=True))

@@ -14,7 +14,8 @@ A fault is `kind:key=value,...`; several are separated by semicolons. A key that
     lie     add `by` to the first count that the rank announces in a dispatch
     full    no room for the Buffer's memory, in the constructor
 
-    rank, operation (a name of `epcy.status.OPERATIONS`, "reset" or "constructor"), phase ("arrival", "data", "completion", "receipt"),
+    rank, operation (a name of `epcy.status.OPERATIONS`, "reset" or "constructor"),
+    phase ("arrival", "data", "completion", "receipt"),
     call (the n-th visit, from 1, that fits the other keys), every (each n-th of them), seed
 """
 
@@ -32,8 +33,8 @@ from epcy.status import OPERATIONS
 __all__ = ["KINDS", "PHASES", "Fault", "Faults", "parse"]
 
 KINDS = ("delay", "late", "drop", "kill", "alloc", "lie", "full")
-# Before the flag that says "I am here"; between the flags; before the flag that says "I am through"; low latency: before
-# the flag that says "I have received".
+# Before the flag that says "I am here"; between the flags; before the flag that says "I am through"; low latency:
+# before the flag that says "I have received".
 PHASES = ("arrival", "data", "completion", "receipt")
 _NAMES = (*OPERATIONS[1:], "reset", "constructor")
 _NUMBERS = {"rank": 0, "call": 1, "every": 1, "seed": 0, "by": None}
@@ -99,7 +100,9 @@ def _one(text: str) -> Fault:
     return fault
 
 
-def _number(kind: type[int] | type[float], value: str, least: int | None, pair: str, text: str) -> int | float:
+def _number(
+    kind: type[int] | type[float], value: str, least: int | None, pair: str, text: str
+) -> int | float:
     try:
         number = kind(value)
     except ValueError:
@@ -130,11 +133,11 @@ class Faults:
 
     def drops(self, operation: str, phase: str) -> bool:
         """Tell whether the flag at the end of this phase is lost."""
-        return any([one.strikes(operation, phase) for one in self._others["drop"]])
+        return sum(one.strikes(operation, phase) for one in self._others["drop"]) > 0  # all count the visit
 
     def fails(self, operation: str) -> bool:
         """Tell whether an allocation of this call fails."""
-        return any([one.strikes(operation, "arrival") for one in self._others["alloc"]])
+        return sum(one.strikes(operation, "arrival") for one in self._others["alloc"]) > 0
 
     def is_full(self) -> bool:
         """Tell whether the constructor finds no room."""

@@ -428,7 +428,7 @@ def low_latency_combine(
     layout. "source": the source sums w_k * y_k over all K lanes ascending and rounds once. With `use_logfmt` the
     rows that travel, rounded sums of a rank or the experts' own, are cast to LogFMT-10 and back before they are
     added, those of the source's own rank too. Lanes that a mask dropped add nothing; with `renormalize` the weights of
-    such a token's other lanes are multiplied by (sum of all) / (sum of those that are left), in float32, lanes ascending.
+    such a token's other lanes are multiplied by (sum of all) / (sum of those that are left): float32, lanes in order.
     """
     flat = [y.reshape(-1, y.shape[-1]) for y in ys]
     if reduction not in ("rank", "source"):
@@ -463,4 +463,5 @@ def _renormalized(used: Array, left: Array, weights: Array | None) -> Array:
             kept = np.where(left[:, lane], kept + out[:, lane], kept)
         scaled = out * (total / kept)[:, None]
     lost = (used & ~left).any(1) & (kept != 0)
-    return np.where(lost[:, None] & left, scaled, out)
+    result: Array = np.where(lost[:, None] & left, scaled, out)
+    return result

@@ -12,10 +12,10 @@ cdef object NEED_ALL = frozenset(["dispatch", "combine", "barrier", "warmup"])
 cdef class BufferState:
 
     def mask_rank(self, rank):
-        """Go on without a rank in the low-latency calls: it is not waited for, gets nothing, and nothing of it is taken.
+        """Go on without a rank in the low-latency calls: it is not waited for, gets nothing and gives nothing.
 
-        Local, does not block. Needs `low_latency_mode=True`; the host backend alone. Lanes of tokens that go to its
-        experts are dropped and counted; `low_latency_combine(renormalize=True)` scales the weights of what is left. The
+        Local, does not block. Needs `low_latency_mode=True`; the host backend alone. Lanes that go to its experts
+        are dropped and counted; `low_latency_combine(renormalize=True)` scales the weights of what is left. The
         other calls need all ranks: while a rank is masked they are a StateError.
 
         Parameters
@@ -52,8 +52,8 @@ cdef class BufferState:
         self._busy = False
         other = self.other_rank(rank)
         if self._backend.dead([other]):
-            raise StateError(f"unmask_rank: the process of rank {other} has ended and cannot come back (rank {self.rank}); "
-                             "leave it masked, or restart the job")
+            raise StateError(f"unmask_rank: the process of rank {other} has ended and cannot come back (rank "
+                             f"{self.rank}); leave it masked, or restart the job")
         self._backend.set_mask(other, False)
 
     def masked_ranks(self):
@@ -84,7 +84,7 @@ cdef class BufferState:
             raise StateError(f"mask_rank: this Buffer has no low-latency areas (rank {self.rank}); construct it with "
                              "low_latency_mode=True")
         if self._backend.device >= 0:
-            raise NotSupportedError("mask_rank: the nvshmem backend cannot go on without a rank yet; backend='host' can")
+            raise NotSupportedError("mask_rank: the nvshmem backend cannot go on without a rank; backend='host' can")
         if isinstance(rank, bool) or not hasattr(rank, "__index__"):
             raise ArgumentError(f"rank: expected a whole number, got {rank!r} (rank {self.rank})")
         if not 0 <= rank.__index__() < size or rank.__index__() == self.rank:

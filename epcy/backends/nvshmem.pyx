@@ -728,7 +728,10 @@ cdef class NvshmemBackend(Backend):
             self.settle("reset")
             self.late_error()
             self.one_reset()
-            while again and (self.fetch(self.peers.control.resets, self.num_ranks, np.uint64) >> 32).max() > self.num_resets:
+            while again:
+                rounds = self.fetch(self.peers.control.resets, self.num_ranks, np.uint64) >> np.uint64(32)
+                if rounds.max() <= self.num_resets:
+                    break
                 self.one_reset()
             self.forget_areas()
         finally:

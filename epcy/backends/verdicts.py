@@ -144,8 +144,8 @@ def implausible(epoch: int, rank: int, to: int, count: int, num_tokens: int, num
     """Return the error of counts that no routing gives."""
     return PeerError(
         f"rank {rank} announced {count} tokens with {num_lanes} lanes for rank {to} in dispatch (call {epoch}), of "
-        f"{num_tokens} tokens in all: that cannot be, its memory was overwritten; nothing was moved. Look for writes past "
-        "the ends of recv_x on any rank (EPCY_CHECK=1 watches them)",
+        f"{num_tokens} tokens in all: that cannot be, its memory was overwritten; nothing was moved. Look for writes "
+        "past the ends of recv_x on any rank (EPCY_CHECK=1 watches them)",
         [rank],
     )
 
@@ -153,8 +153,8 @@ def implausible(epoch: int, rank: int, to: int, count: int, num_tokens: int, num
 def nonsense(epoch: int, rank: int) -> PeerError:
     """Return the error of a low-latency slot whose lists no routing gives."""
     return PeerError(
-        f"rank {rank} sent lists in low_latency_dispatch (call {epoch}) that cannot be: its memory was overwritten; nothing "
-        "was received. Look for writes past the ends of recv_x on any rank (EPCY_CHECK=1 watches them)",
+        f"rank {rank} sent lists in low_latency_dispatch (call {epoch}) that cannot be: its memory was overwritten; "
+        "nothing was received. Look for writes past the ends of recv_x on any rank (EPCY_CHECK=1 watches them)",
         [rank],
     )
 
@@ -173,8 +173,8 @@ def crossed(
 ) -> MismatchError:
     """Return the error of two ranks that wait for each other in different Buffers."""
     return MismatchError(
-        f"operation: the ranks use their Buffers in different orders: rank {rank} is in {operation} (call {epoch}) of this "
-        f"Buffer and has not left call {here} of another one, where rank {other} is in {other_operation} (call "
+        f"operation: the ranks use their Buffers in different orders: rank {rank} is in {operation} (call {epoch}) of "
+        f"this Buffer and has not left call {here} of another one, where rank {other} is in {other_operation} (call "
         f"{other_epoch}); issue the calls of different Buffers in the same order on every rank, and reset() both"
     )
 
@@ -189,11 +189,13 @@ def never_came(epoch: int, rank: int, row: int, num_rows: int, announced: Sequen
     )
 
 
-def not_announced(epoch: int, rank: int, row: int, num_rows: int, announced: Sequence[int] | None) -> PeerError:
+def not_announced(
+    epoch: int, rank: int, row: int, num_rows: int, announced: Sequence[int] | None
+) -> PeerError:
     """Return the error of a row past all that were announced."""
     return PeerError(
-        f"dispatch (call {epoch}): row {row} of rank {rank} was written, {num_rows} were announced (by rank {announced}); "
-        "some rank's count lied",
+        f"dispatch (call {epoch}): row {row} of rank {rank} was written, {num_rows} were announced (by rank {announced}); some "
+        " rank's count lied",
         [],
     )
 

@@ -97,9 +97,9 @@ typedef struct epcy_host {
   char **base;    /* base[r]: rank r's allocation as mapped here */
   uint64_t epoch; /* of the last call this rank entered */
   double spin_us;
-  epcy_status *page;      /* the status file, or NULL */
-  int64_t *scratch;       /* R + E numbers for the call in progress */
-  uint8_t *masked;        /* [R]: ranks that this one goes on without */
+  epcy_status *page; /* the status file, or NULL */
+  int64_t *scratch;  /* R + E numbers for the call in progress */
+  uint8_t *masked;   /* [R]: ranks that this one goes on without */
   int64_t num_masked;
   struct epcy_pool *pool; /* NULL: one thread */
 } epcy_host;
@@ -155,7 +155,8 @@ typedef struct epcy_low_latency_receive {
   int64_t num_tokens;
   uint8_t *sources; /* [R] in: whose rows are wanted; out: whose came, the others' slots were given away meanwhile */
   int32_t *bases;   /* out: (R, L) rows at each local expert before those of each source; -1: nothing came from it */
-  int32_t *before;  /* out: (E,) rows that this rank takes to lie before its own at each expert, if all ranks see alike */
+  int32_t
+      *before; /* out: (E,) rows that this rank takes to lie before its own at each expert, if all ranks see alike */
 } epcy_low_latency_receive;
 
 /* A low-latency combine: `sum` with expert weights, rows from where the headers say. */

@@ -34,16 +34,15 @@ static slot_layout layout_of(const epcy_shape *s) {
   return l;
 }
 
-static int64_t slots_at(const epcy_shape *s) {
-  return EPCY_NUM_LOW_LATENCY_KINDS * EPCY_NUM_SLOTS * header_bytes(s);
-}
+static int64_t slots_at(const epcy_shape *s) { return EPCY_NUM_LOW_LATENCY_KINDS * EPCY_NUM_SLOTS * header_bytes(s); }
 
 int64_t epcy_low_latency_wire_bytes(const epcy_shape *s) {
   return s->num_low_latency_tokens ? slots_at(s) + EPCY_NUM_SLOTS * layout_of(s).bytes : 0;
 }
 
 epcy_low_latency_header *epcy_low_latency_header_at(const epcy_host *h, int64_t rank, int kind, int slot) {
-  return (epcy_low_latency_header *)(epcy_host_wire(h, rank) + (kind * EPCY_NUM_SLOTS + slot) * header_bytes(&h->shape));
+  return (epcy_low_latency_header *)(epcy_host_wire(h, rank) +
+                                     (kind * EPCY_NUM_SLOTS + slot) * header_bytes(&h->shape));
 }
 
 static int find_slot(const epcy_host *h, int64_t rank, int kind, uint64_t epoch) {
@@ -115,7 +114,8 @@ static void count_tokens(const epcy_host *h, epcy_low_latency_send *call, int32_
   for (int64_t t = 0; t < call->num_tokens; t++) {
     const epcy_route *routes = call->routes + t * num_topk;
     for (int64_t i = 0; i < num_topk && routes[i].rank >= 0; i++)
-      if (routes[i].row >= 0) tokens[firsts[routes[i].rank * num_local + routes[i].local_expert] + routes[i].row] = (int32_t)t;
+      if (routes[i].row >= 0)
+        tokens[firsts[routes[i].rank * num_local + routes[i].local_expert] + routes[i].row] = (int32_t)t;
   }
 }
 
@@ -286,8 +286,7 @@ int64_t epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_recei
     epcy_pool_run(h->pool, receive_rows, &c, starts[num_local * num_ranks], 16);
     for (int64_t s = 0; s < num_ranks; s++)
       for (int64_t l = 0; l < num_local; l++)
-        call->bases[s * num_local + l] =
-            slots[s] ? (int32_t)(starts[l * num_ranks + s] - starts[l * num_ranks]) : -1;
+        call->bases[s * num_local + l] = slots[s] ? (int32_t)(starts[l * num_ranks + s] - starts[l * num_ranks]) : -1;
     for (int64_t e = 0; e < h->shape.num_experts; e++) call->before[e] = (int32_t)rows_before(&c, e);
     lost = -1;
     for (int64_t s = 0; s < num_ranks; s++)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 from guard import guard
 
-
 if sys.argv[1] == "killed" and "EPCY_JOB" not in os.environ:
     guard()
 

@@ -1,4 +1,4 @@
-"""The option `check`: Buffers used in another order, writes past the ends of regions, rows that nobody wrote, bad ids."""
+"""The option `check`: Buffers used in another order, writes past the ends, rows that nobody wrote, bad ids."""
 
 import threading
 import time

@@ -1,6 +1,8 @@
 """A rank killed at every phase of every operation: the other one tells who has ended, at once, and hangs nowhere."""
 
+import os
 import re
+import time
 
 import pytest
 
@@ -21,6 +23,7 @@ def test_killed_at_every_phase(comm, backend, part):
     if backend != "host":
         pytest.skip("the host backend's jobs")
     cells = CELLS[part::3]
+    before = windows()
     done = launch(
         2 * len(cells),
         ["tests/mpi/fault_jobs.py", *cells],
@@ -39,3 +42,14 @@ def test_killed_at_every_phase(comm, backend, part):
             if "low_latency" not in cell or cell.endswith(("arrival", "data")):
                 assert f" {operation} (call " in line, line
         assert float(re.search(r"took=([\d.]+)", line)[1]) < 4, line
+    limit = time.monotonic() + 5
+    while (left := windows() - before) and time.monotonic() < limit:
+        time.sleep(
+            0.2
+        )  # those of other jobs are there for a moment, between their making and their unlinking
+    assert not left, f"left in /dev/shm: {left}"
+
+
+def windows():
+    """The names of MPI's shared windows."""
+    return {name for name in os.listdir("/dev/shm") if "osc" in name}

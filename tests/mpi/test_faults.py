@@ -32,9 +32,7 @@ def works(buf):
     for layout in ("rank", "expert"):
         r, routing = check_dispatch(buf, sent(buf), layout=layout)
         check_combine(buf, r.handle, routing, 3)
-        check_dispatch(
-            buf, draw(4, buf.size, 6, num_experts=4 * buf.size), handle=r.handle, routing=routing
-        )
+        check_dispatch(buf, draw(4, buf.size, 6, num_experts=4 * buf.size), handle=r.handle, routing=routing)
     check_dispatch(buf, sent(buf), worst=16 * buf.size)
     buf.barrier()
     for hook in (False, True):
@@ -225,7 +223,14 @@ def test_an_interrupt(comm, make_buffer, name):
 
 
 def test_bad_faults(comm, make_buffer):
-    for text in ("explode", "delay:when=1", "delay:ms=x", "kill:rank=-1", "drop:operation=dance", "late:ms=inf"):
+    for text in (
+        "explode",
+        "delay:when=1",
+        "delay:ms=x",
+        "kill:rank=-1",
+        "drop:operation=dance",
+        "late:ms=inf",
+    ):
         error = raised(lambda: make_buffer(faults=text))  # noqa: B023
         assert type(error) is epcy.ArgumentError and str(error).startswith("faults: "), repr(error)
     works(make_buffer(low_latency_mode=True))

@@ -1,4 +1,4 @@
-"""Low latency without some ranks: by mask_rank, or on their timeout; every row and every lost lane against the reference."""
+"""Low latency without some ranks: by mask_rank, or on their timeout; every row and lost lane against the reference."""
 
 import time
 
@@ -35,7 +35,9 @@ def lanes_to(idx, rank, num_local):
 def pair(buf, masked, seed, *, hook=False, use_fp8=True, renormalize=False, reduction="rank", weights=True):
     """A dispatch and a combine whose ranks have masked[r] masked, compared with the reference; local."""
     rank, size = buf.rank, buf.size
-    sent = draw(seed, size, [5 + r % 3 for r in range(size)], num_experts=4 * size, num_topk=3, weights=weights)
+    sent = draw(
+        seed, size, [5 + r % 3 for r in range(size)], num_experts=4 * size, num_topk=3, weights=weights
+    )
     want, routing = reference.low_latency_dispatch(
         sent.xs, sent.idxs, num_experts=4 * size, num_max_tokens_per_rank=16, use_fp8=use_fp8, masked=masked
     )
@@ -58,9 +60,7 @@ def pair(buf, masked, seed, *, hook=False, use_fp8=True, renormalize=False, redu
     )
     assert_bits(z, combined[rank], "combined_x")
     not_sent = [lanes_to(idx, r, 4) if r in masked[rank] else 0 for r in range(size)]
-    lost = [
-        lanes_to(idx, r, 4) if rank in masked[r] and r not in masked[rank] else 0 for r in range(size)
-    ]
+    lost = [lanes_to(idx, r, 4) if rank in masked[r] and r not in masked[rank] else 0 for r in range(size)]
     assert handle.num_lanes_not_sent.tolist() == not_sent
     assert handle.num_lanes_not_returned.tolist() == lost
     assert (buf.num_lanes_not_sent - before[0]).tolist() == not_sent
@@ -71,7 +71,9 @@ def pair(buf, masked, seed, *, hook=False, use_fp8=True, renormalize=False, redu
 def test_nobody_is_masked(comm, make):
     buf = make()
     pair(buf, [()] * comm.size, 1)
-    assert buf.masked_ranks() == () and not buf.num_lanes_not_sent.any() and not buf.num_lanes_not_returned.any()
+    assert (
+        buf.masked_ranks() == () and not buf.num_lanes_not_sent.any() and not buf.num_lanes_not_returned.any()
+    )
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -119,7 +121,14 @@ def test_masks_are_local(comm, make):
     comm.Barrier()
     for seed in range(8):
         time.sleep(0.001 * ((seed + comm.rank) % 3))
-        pair(buf, masked, seed, hook=seed % 2 == 1, renormalize=seed % 3 == 0, reduction=["rank", "source"][seed % 2])
+        pair(
+            buf,
+            masked,
+            seed,
+            hook=seed % 2 == 1,
+            renormalize=seed % 3 == 0,
+            reduction=["rank", "source"][seed % 2],
+        )
     comm.Barrier()
     for other in masked[comm.rank]:
         buf.unmask_rank(other)
@@ -147,7 +156,10 @@ def test_a_handle_outlives_a_mask(comm, make):
     z, _, _ = buf.low_latency_combine(ys[comm.rank], None, None, handle, renormalize=True)
     lost = [lanes_to(idx, r, 4) if r == out else 0 for r in range(comm.size)]
     assert handle.num_lanes_not_returned.tolist() == lost
-    rows = [np.where(row_of_rank(idx, out), -1, rows) for idx, rows in zip(sent.idxs, routing.lane_row, strict=True)]
+    rows = [
+        np.where(row_of_rank(idx, out), -1, rows)
+        for idx, rows in zip(sent.idxs, routing.lane_row, strict=True)
+    ]
     without = reference.Routing(**{**vars(routing), "lane_row": tuple(rows)})
     want = reference.low_latency_combine(ys, without, sent.weights, renormalize=True)
     assert_bits(z, want[comm.rank], "combined_x")
