@@ -95,6 +95,31 @@ test-%: $(VENV)/.built ## the MPI and property tests on % ranks: make test-3
 	@case '$*' in *[!0-9]*) echo "make: no verb test-$*" >&2; exit 2;; esac
 	$(MPIEXEC) -n $* $(PY) $(PYTEST) tests/mpi tests/property $(ARGS)
 
+# In a folder of its own, so that the modules of the tree stay as they are. No leak check: the interpreter leaks by design.
+SANITIZED := build/sanitize
+SANITIZE_TESTS ?= tests/mpi/test_low_latency.py tests/mpi/test_exact.py tests/mpi/test_masked_ranks.py \
+  tests/mpi/test_worst_case.py tests/mpi/test_check.py tests/mpi/test_states.py
+
+sanitize: $(VENV)/.built ## the C code under ASan and UBSan in the tests on 1 and 2 ranks; the flag protocol under TSan
+	mkdir -p $(SANITIZED)
+	gcc -std=gnu11 -O1 -g -fsanitize=thread -Wno-tsan -Wno-psabi -ffp-contract=off -fno-math-errno -Iinclude -Isrc/host \
+	  src/host/*.c tests/c/threads_as_ranks.c -pthread -lm -o $(SANITIZED)/threads_as_ranks
+	for ranks in 2 3 4; do TSAN_OPTIONS=halt_on_error=1 setarch -R timeout 120 $(SANITIZED)/threads_as_ranks $$ranks 500 || exit 1; done
+	for part in epcy include src tests tools examples docs setup.py setup.cfg pyproject.toml README.md LICENSE Makefile; do \
+	  rm -rf $(SANITIZED)/$$part && cp -r $$part $(SANITIZED)/; done
+	find $(SANITIZED)/epcy -name '*.so' -exec rm -f {} +
+	cd $(SANITIZED) && EPCY_CUDA=0 EPCY_SANITIZE=address,undefined ../../$(PY) setup.py -q build_ext --inplace
+	cd $(SANITIZED) && for ranks in 1 2; do PYTHONPATH=. ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  ../../$(MPIEXEC) -n $$ranks env LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  ../../$(PY) $(PYTEST) -q -p no:cacheprovider $(SANITIZE_TESTS) $(ARGS) || exit 1; done
+
+PAIRS ?= 100000
+SOAK_SECONDS ?= 1800
+
+soak: $(VENV)/.built ## PAIRS dispatch and combine pairs, high throughput and low latency, on NP ranks under random delays, every row compared
+	$(VENV)/bin/pip install -q --disable-pip-version-check tqdm
+	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py tests/soak.py --pairs $(PAIRS) --seconds $(SOAK_SECONDS) $(ARGS)
+
 bench: $(VENV)/.built ## both modes of the host backend on NP ranks, high throughput against MPI.Alltoallv
 	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py -m epcy.bench dispatch combine roundtrip --baseline --backend host $(ARGS)
 	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py -m epcy.bench --suite decoding --backend host
@@ -156,4 +181,4 @@ $(CUDA_VENV)/.ready: Makefile
 	@touch $@
 
 FORCE:
-.PHONY: help build wheel test-wheel test-gpu bench-gpu demo test test-unit bench docs lint format type clean distclean FORCE
+.PHONY: help build wheel test-wheel test-gpu bench-gpu demo test test-unit sanitize soak bench docs lint format type clean distclean FORCE

@@ -5,6 +5,7 @@ says `# distutils: libraries = epcy_cuda` is built only with the CUDA backend an
 which is made here out of src/cuda/*.cu. See tools/build_backend.py for the variables that steer the search.
 
 EPCY_CUDA_ARCH       default "90"; several: "80;90;100"
+EPCY_SANITIZE        compile the C code with -fsanitize=THIS: "address,undefined"; see `make sanitize`
 MAX_JOBS             how many compilers at once; default: the cores this process may use
 """
 
@@ -41,6 +42,16 @@ from setuptools.command.build_py import build_py  # noqa: E402
 # No fast-math and no contraction: both backends and the reference agree to the bit.
 CFLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
 CFLAGS += ["-Wno-psabi"]  # a note about vectors that no function boundary sees
+LDFLAGS = ["-pthread"]
+if os.environ.get("EPCY_SANITIZE"):
+    SANITIZE = [
+        f"-fsanitize={os.environ['EPCY_SANITIZE']}",
+        "-fno-sanitize-recover=undefined",
+        "-g",
+        "-fno-omit-frame-pointer",
+    ]
+    CFLAGS = ["-O1" if flag == "-O3" else flag for flag in CFLAGS] + SANITIZE
+    LDFLAGS += SANITIZE
 HEADERS = sorted(glob("include/**/*.h", recursive=True))
 JOBS = int(os.environ.get("MAX_JOBS", 0)) or len(os.sched_getaffinity(0))
 
@@ -59,7 +70,7 @@ def extension(pyx: str) -> Extension:
         [pyx, *(sorted(glob(f"{kernels}/*.c")) if kernels else [])],
         include_dirs=["include", *([kernels] if kernels else [])],
         extra_compile_args=CFLAGS,
-        extra_link_args=["-pthread"],
+        extra_link_args=LDFLAGS,
         runtime_library_dirs=[up] if needs_cuda(pyx) else [],
         depends=[*HEADERS, "setup.py", *(sorted(glob(f"{kernels}/*.h")) if kernels else [])],
     )

@@ -19,12 +19,14 @@ from epcy.backends import bootstrap, cuda_sizes
 from epcy.backends.host import heap_layout
 from epcy.errors import (
     ArgumentError, EpcyError, NotSupportedError, PeerTimeoutError, StateError)
+from epcy.faults import parse as parse_faults
 from epcy.options import BY_NAME, OPTIONS, resolve
 from epcy.options import DTYPES as DTYPE_NAMES
 from epcy.status import OPERATIONS
 from epcy.tune import lookup as tuned
 
 OP_DISPATCH, OP_COMBINE = OPERATIONS.index("dispatch"), OPERATIONS.index("combine")
+OP_BARRIER = OPERATIONS.index("barrier")
 
 
 def shape_of(dict options, int64_t num_ranks):
@@ -122,6 +124,7 @@ cdef class Buffer(LowLatencyCalls):
         try:
             values = {name: value.value for name, value in resolve(given).items()}
             shape = shape_of(values, comm.Get_size())
+            parse_faults(values["faults"] or "")
             found = backends.find(values["backend"])
             values["backend"] = found[0]
             if values["num_sms"] is None:
@@ -287,7 +290,8 @@ cdef class Buffer(LowLatencyCalls):
     # ---- the calls ------------------------------------------------------------------------------------------
 
     def dispatch(self, x, topk_idx=None, topk_weights=None, *, handle=None, layout=None, expert_alignment=None,
-                 num_worst_tokens=0, num_sms=None, previous_event=None, async_finish=False, stream=None, out=None):
+                 num_worst_tokens=0, num_sms=None, previous_event=None, async_finish=False, stream=None, out=None,
+                 timeout=None):
         """Send every token to the ranks of its experts.
 
         Collective. Blocking on the host backend, stream-ordered on nvshmem.
@@ -317,6 +321,8 @@ cdef class Buffer(LowLatencyCalls):
             Order with other work; nothing to order on the host backend.
         out : True, array (>= N, H), or a pair of arrays
             Give the result in the user's own arrays instead of views into the Buffer. True: new ones.
+        timeout : float, optional
+            Seconds that this call may wait for another rank; by default the Buffer's.
 
         Returns
         -------
@@ -337,6 +343,7 @@ cdef class Buffer(LowLatencyCalls):
                 self._checker.order(call, previous_event, async_finish, stream)
                 if num_sms is not None:
                     self._use_sms(num_sms)
+                self.limit(timeout)
                 self._backend.keep_inputs(call)
             except BaseException as error:
                 self._backend.refuse(OP_DISPATCH, str(error) or type(error).__name__)
@@ -348,11 +355,11 @@ cdef class Buffer(LowLatencyCalls):
         finally:
             if num_sms is not None:
                 self._backend.use_sms(self._num_sms)
-            self._busy = False
+            self.leave()
             close_range()
 
     def combine(self, x, handle, topk_weights=None, *, bias=None, num_sms=None, previous_event=None,
-                async_finish=False, stream=None, out=None):
+                async_finish=False, stream=None, out=None, timeout=None):
         """Bring the experts' rows back to the tokens' ranks and sum them.
 
         Collective. Blocking on the host backend, stream-ordered on nvshmem.
@@ -375,6 +382,8 @@ cdef class Buffer(LowLatencyCalls):
             Order with other work; nothing to order on the host backend.
         out : array (T, H) of x's dtype, optional
             Where the sums go; by default a new array.
+        timeout : float, optional
+            Seconds that this call may wait for another rank; by default the Buffer's.
 
         Returns
         -------
@@ -394,6 +403,7 @@ cdef class Buffer(LowLatencyCalls):
                 self._checker.order(call, previous_event, async_finish, stream)
                 if num_sms is not None:
                     self._use_sms(num_sms)
+                self.limit(timeout)
                 self._backend.prepare_combine(call)
             except BaseException as error:
                 self._backend.refuse(OP_COMBINE, str(error) or type(error).__name__)
@@ -402,7 +412,7 @@ cdef class Buffer(LowLatencyCalls):
         finally:
             if num_sms is not None:
                 self._backend.use_sms(self._num_sms)
-            self._busy = False
+            self.leave()
             close_range()
 
     def combine_input(self, handle, dtype=None):
@@ -476,10 +486,15 @@ cdef class Buffer(LowLatencyCalls):
         finally:
             self._busy = False
 
-    def barrier(self):
+    def barrier(self, timeout=None):
         """Wait until every rank has called this.
 
         Collective, blocking.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds that it may wait; by default the Buffer's.
 
         Raises
         ------
@@ -490,10 +505,16 @@ cdef class Buffer(LowLatencyCalls):
         self.enter("barrier")
         open_range("barrier")
         try:
+            try:
+                self.limit(timeout)
+            except BaseException as error:
+                self._backend.refuse(OP_BARRIER, str(error))
+                raise
             self._backend.barrier()
+            self._backend.inspect("barrier")
             self._raise_late()
         finally:
-            self._busy = False
+            self.leave()
             close_range()
 
     def check(self):
@@ -508,6 +529,7 @@ cdef class Buffer(LowLatencyCalls):
         self.enter("check")
         self._busy = False
         self._backend.wait_all()
+        self._backend.inspect("check")
         self._raise_late()
 
     def stats(self, *, reset=False):
@@ -610,27 +632,38 @@ cdef class Buffer(LowLatencyCalls):
 
     # ---- life -----------------------------------------------------------------------------------------------
 
-    def reset(self):
+    def reset(self, timeout=None):
         """Make a broken Buffer usable again: after a PeerTimeoutError or an interrupted call.
 
-        Collective, blocking; every rank must call it. Earlier results are given up.
+        Collective, blocking; every rank that is not masked must call it. Earlier results are given up.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds that it may wait; by default the Buffer's.
 
         Raises
         ------
         PeerTimeoutError
-            Not every rank came within `timeout`; it may be called again.
+            Not every rank came within `timeout`; it may be called again, and goes on where it was.
         """
         self.enter("reset")
         try:
+            self.limit(timeout)
             self._backend.reset()
         finally:
             self._busy = False
 
-    def free(self):
+    def free(self, timeout=None):
         """Give the memory back; arrays that look into the Buffer die with it.
 
         Collective, blocking; the same order of Buffers on every rank. Calling it again does nothing. A broken Buffer
-        only leaves: its memory goes when the process ends.
+        only leaves: its memory goes when the process ends. So does one with masked ranks.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds that it may wait; by default the Buffer's.
 
         Raises
         ------
@@ -639,9 +672,9 @@ cdef class Buffer(LowLatencyCalls):
         StateError
             Called in a forked process, or while another thread is in a call.
         """
-        self._leave(True)
+        self._leave(True, timeout)
 
-    def _leave(self, bint together):
+    def _leave(self, bint together, timeout=None):
         if self._freed or self._backend is None:
             self._freed = True
             return
@@ -651,9 +684,11 @@ cdef class Buffer(LowLatencyCalls):
             raise StateError(f"free: another thread is in a call of this Buffer (rank {self.rank})")
         from mpi4py import MPI
 
-        self._freed = True
         backend = self._backend
-        backend.close(together and not backend.broken and not MPI.Is_finalized())
+        backend.set_timeout(backend.default_timeout)
+        self.limit(timeout)
+        self._freed = True
+        backend.close(together and not backend.broken and not backend.num_masked() and not MPI.Is_finalized())
         self._backend = self._checker = None
 
     def __enter__(self):

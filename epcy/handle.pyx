@@ -92,6 +92,22 @@ cdef class LowLatencyHandle(Handle):
     """
 
     @property
+    def num_lanes_not_sent(self):
+        """Lanes of this rank's tokens, by the rank that they would have gone to, that the dispatch dropped because that
+        rank was masked: (R,) int64. None where the backend masks no ranks."""
+        return None
+
+    @property
+    def num_lanes_not_returned(self):
+        """Lanes, by rank, that were sent and are missing in the last combine with this handle: (R,) int64, likewise."""
+        return None
+
+    @property
+    def missing_ranks(self):
+        """The ranks that nothing was received from because they were masked, or had masked this one."""
+        return ()
+
+    @property
     def overflow(self):
         """Always False: there is room for every token."""
         return False

@@ -9,6 +9,7 @@ cdef extern from "epcy/layout.h" nogil:
         EPCY_LINE_BYTES
         EPCY_SCALE_GROUP
         EPCY_NUM_AREAS
+        EPCY_GUARD_BYTES
 
     ctypedef struct epcy_shape:
         int64_t num_ranks, num_experts, num_topk, num_max_tokens, hidden, row_bytes, num_rows

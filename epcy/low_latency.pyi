@@ -1,20 +1,16 @@
-from types import ModuleType
 from typing import Any
 
 from typing_extensions import disjoint_base
 
 from epcy.event import Event
 from epcy.handle import LowLatencyHandle
+from epcy.state import BufferState
 
 OP_DISPATCH: int
 OP_COMBINE: int
 
 @disjoint_base
-class LowLatencyCalls:
-    @property
-    def rank(self) -> int: ...
-    @property
-    def xp(self) -> ModuleType: ...
+class LowLatencyCalls(BufferState):
     @property
     def low_latency_transport(self) -> str | None: ...
     def low_latency_dispatch(
@@ -31,6 +27,7 @@ class LowLatencyCalls:
         previous_event: Event | None = None,
         async_finish: bool = False,
         stream: Any = None,
+        timeout: float | None = None,
     ) -> tuple[Any, Any, LowLatencyHandle, Event, Hook | None]: ...
     def low_latency_combine(
         self,
@@ -43,10 +40,12 @@ class LowLatencyCalls:
         zero_copy: bool = False,
         use_logfmt: bool = False,
         out: Any = None,
+        renormalize: bool = False,
         return_recv_hook: bool = False,
         previous_event: Event | None = None,
         async_finish: bool = False,
         stream: Any = None,
+        timeout: float | None = None,
     ) -> tuple[Any, Event, Hook | None]: ...
     def low_latency_combine_input(self, handle: LowLatencyHandle, dtype: Any = None) -> Any: ...
 
@@ -54,4 +53,4 @@ def use_ranges(domain: Any) -> None: ...
 
 @disjoint_base
 class Hook:
-    def __call__(self) -> None: ...
+    def __call__(self, timeout: float | None = None) -> None: ...

@@ -3,11 +3,10 @@
 
 import os
 
-from posix.unistd cimport getpid
-
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH, LowLatency
+from epcy.state cimport BufferState
 
 from epcy.errors import StateError
 from epcy.status import OPERATIONS
@@ -36,11 +35,11 @@ cdef int close_range() except -1:
     return 0
 
 
-cdef class LowLatencyCalls:
+cdef class LowLatencyCalls(BufferState):
 
     def low_latency_dispatch(self, x, topk_idx, topk_weights=None, *, use_fp8=True, round_scale=False,
                              use_ue8m0=False, stats=None, return_recv_hook=False, previous_event=None,
-                             async_finish=False, stream=None):
+                             async_finish=False, stream=None, timeout=None):
         """Send every token to its experts, into fixed slots.
 
         Collective. Blocking on the host backend, stream-ordered on nvshmem, where it never waits on the host and may
@@ -66,6 +65,8 @@ cdef class LowLatencyCalls:
             hooks run in the order of the calls.
         previous_event, async_finish, stream
             Order with other work; nothing to order on the host backend.
+        timeout : float, optional
+            Seconds that this call, and its hook, may wait for another rank; by default the Buffer's.
 
         Returns
         -------
@@ -93,6 +94,8 @@ cdef class LowLatencyCalls:
                 call = self._checker.low_latency_dispatch(x, topk_idx, topk_weights, use_fp8, round_scale, use_ue8m0,
                                                           stats, only_send)
                 self._checker.order(call, previous_event, async_finish, stream)
+                self.limit(timeout)
+                call.timeout = self._backend.timeout
             except BaseException as error:
                 self._backend.refuse(OP_DISPATCH, str(error) or type(error).__name__)
                 raise
@@ -100,12 +103,12 @@ cdef class LowLatencyCalls:
             call.handle = handle
             return recv_x, recv_count, handle, event, self.hook(LOW_LATENCY_DISPATCH, call) if only_send else None
         finally:
-            self._busy = False
+            self.leave()
             close_range()
 
     def low_latency_combine(self, x, topk_idx, topk_weights, handle, *, reduction="rank", zero_copy=False,
-                            use_logfmt=False, out=None, return_recv_hook=False, previous_event=None,
-                            async_finish=False, stream=None):
+                            use_logfmt=False, out=None, renormalize=False, return_recv_hook=False, previous_event=None,
+                            async_finish=False, stream=None, timeout=None):
         """Bring the experts' rows back to the tokens' ranks, weigh and sum them.
 
         Collective. Blocking on the host backend, stream-ordered on nvshmem.
@@ -128,11 +131,16 @@ cdef class LowLatencyCalls:
             Rows travel with 10 bits an element (docs/numerics.md; H a multiple of 128).
         out : array (T, H) of x's dtype, optional
             Where the sums go; by default a new array.
+        renormalize : bool
+            Where lanes of a token are missing because a rank is masked, multiply the weights of the others by (sum of
+            all) / (sum of those that are left).
         return_recv_hook : bool
             Only send; `hook()` receives. x may be overwritten after `event`; an array of `low_latency_combine_input`
             belongs to the combine from now on, hook or not.
         previous_event, async_finish, stream
             Order with other work; nothing to order on the host backend.
+        timeout : float, optional
+            Seconds that this call, and its hook, may wait for another rank; by default the Buffer's.
 
         Returns
         -------
@@ -155,6 +163,8 @@ cdef class LowLatencyCalls:
                 call = self._checker.low_latency_combine(x, topk_idx, topk_weights, handle, reduction, use_logfmt, out,
                                                          only_send)
                 self._checker.order(call, previous_event, async_finish, stream)
+                self.limit(timeout)
+                call.timeout, call.renormalize = self._backend.timeout, renormalize
                 self._backend.low_latency.take_input(call, zero_copy)
             except BaseException as error:
                 self._backend.refuse(OP_COMBINE, str(error) or type(error).__name__)
@@ -162,7 +172,7 @@ cdef class LowLatencyCalls:
             event = self._backend.low_latency_combine(call)
             return call.out.owner, event, self.hook(LOW_LATENCY_COMBINE, call) if only_send else None
         finally:
-            self._busy = False
+            self.leave()
             close_range()
 
     def low_latency_combine_input(self, handle, dtype=None):
@@ -242,39 +252,11 @@ cdef class LowLatencyCalls:
             raise
         return state
 
-    cdef int enter(self, str name) except -1:
-        """Refuse a call that the Buffer's state does not allow; mark it busy."""
-        if self._freed or self._backend is None:
-            raise StateError(f"{name}: this Buffer was freed (rank {self.rank}); construct a new one")
-        if self._pid != getpid():
-            raise StateError(f"{name}: this Buffer belongs to process {self._pid}, a fork cannot use it; "
-                             "construct one after the fork")
-        if self._busy:
-            raise StateError(f"{name}: another thread is in a call of this Buffer (rank {self.rank}); "
-                             "give each thread its own Buffer")
-        if self._backend.broken and name != "reset":
-            raise StateError(f"{name}: an earlier call on this Buffer did not end (rank {self.rank}); "
-                             "call reset() on all ranks first")
-        if mpi_finalized():
-            raise StateError(f"{name}: MPI was finalized, and the Buffer's memory went with it (rank {self.rank})")
-        self._busy = True
-        return 0
-
 
 if "NVTX_INJECTION64_PATH" in os.environ:       # nsys sets it for what it starts
     from epcy import ranges
 
     ranges.follow(True)
-
-cdef object _is_finalized = None
-
-
-cdef bint mpi_finalized():
-    global _is_finalized
-    if _is_finalized is None:
-        from mpi4py import MPI
-        _is_finalized = MPI.Is_finalized
-    return _is_finalized()
 
 cdef class Hook:
     """Receives what a low-latency call with `return_recv_hook=True` only sent.
@@ -282,10 +264,15 @@ cdef class Hook:
     Call it once, in the order in which the calls of its kind were made. It keeps the call's arrays until then.
     """
 
-    def __call__(self):
+    def __call__(self, timeout=None):
         """Receive.
 
         Blocking on the host backend, stream-ordered on nvshmem.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds that it may wait for another rank; by default those of its call.
 
         Raises
         ------
@@ -297,13 +284,14 @@ cdef class Hook:
         try:
             backend = self.buffer._backend
             backend.low_latency.may_receive(self.kind, self.number)
+            self.buffer.limit(self.call.timeout if timeout is None else timeout)
             if self.kind == LOW_LATENCY_DISPATCH:
                 backend.low_latency_dispatch_receive(self.call, self.call.handle)
             else:
                 backend.low_latency_combine_receive(self.call)
             self.call = None
         finally:
-            self.buffer._busy = False
+            self.buffer.leave()
             close_range()
 
     def __repr__(self):

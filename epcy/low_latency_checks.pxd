@@ -12,6 +12,7 @@ cdef class LowLatencyChecker(Checker):
 
     cdef LowLatencyDispatchCall low_latency_dispatch(
         self, x, topk_idx, topk_weights, bint use_fp8, bint round_scale, bint use_ue8m0, stats, bint return_recv_hook)
+    cdef int ids(self, topk_idx) except -1
     cdef Array stats(self, stats)
     cdef LowLatencyHandle low_latency_handle(self, handle)
     cdef LowLatencyCombineCall low_latency_combine(

@@ -10,6 +10,7 @@ from epcy.checks cimport Checker
 from epcy.handle cimport LowLatencyHandle
 
 from epcy.backends.names import REDUCTIONS
+from epcy.backends.verdicts import bad_id
 from epcy.errors import CapacityError, StateError
 
 cdef int64_t GROUP = 128                # elements that share a scale, or an exponent of LogFMT
@@ -37,6 +38,8 @@ cdef class LowLatencyChecker(Checker):
                                 f"num_max_low_latency_tokens_per_rank={self.num_max_low_latency_tokens}; send fewer, "
                                 "or construct the Buffer with more")
         call.topk_idx = self.lanes(topk_idx, "topk_idx", num_tokens, True)
+        if self.backend.checks:
+            self.ids(call.topk_idx.owner)
         if topk_weights is not None:
             call.topk_weights = self.lanes(topk_weights, "topk_weights", num_tokens, False)
         if use_ue8m0 and not round_scale:
@@ -53,6 +56,16 @@ cdef class LowLatencyChecker(Checker):
         call.use_fp8, call.round_scale, call.use_ue8m0 = use_fp8, round_scale, use_ue8m0
         call.return_recv_hook = return_recv_hook
         return call
+
+    cdef int ids(self, topk_idx) except -1:
+        """The option `check`: refuse bad ids at once. On a GPU this waits; in a capture it cannot."""
+        if self.device >= 0 and self.xp.cuda.get_current_stream().is_capturing():
+            return 0
+        bad = (topk_idx < -1) | (topk_idx >= self.num_experts)
+        if bad.any():
+            token, lane = self.xp.argwhere(bad)[0].tolist()
+            raise bad_id(self.rank, token, lane, int(topk_idx[token, lane]), self.num_experts, int(bad.sum()))
+        return 0
 
     cdef Array stats(self, stats):
         cdef Array a = self.look(stats, "stats")

@@ -69,6 +69,15 @@ OPTIONS: tuple[Option, ...] = (
            default=True, env="EPCY_ALLOW_NVLINK_FOR_LOW_LATENCY_MODE"),
     Option("timeout", "float", "Seconds that any wait for another rank may last.", default=60.0, env="EPCY_TIMEOUT",
            minimum=1e-3, maximum=1e6),
+    Option("on_timeout", "choice", "What a low-latency call does when a rank is late, gone or dead: raise "
+           "PeerTimeoutError, or mask that rank and go on without it (host backend).", default="raise",
+           env="EPCY_ON_TIMEOUT", choices=("raise", "mask")),
+    Option("check", "bool", "Look for mistakes that are otherwise silent: Buffers used in another order on another rank, "
+           "bad ids (low latency: at once), writes past the ends of the Buffer's regions (canaries), rows that "
+           "were announced and did not come; rows that nobody wrote are NaN. Costs time and touches all memory.",
+           default=False, env="EPCY_CHECK"),
+    Option("faults", "str", "Faults on purpose, to try a job against them: `epcy.faults` describes them. Host backend; "
+           "on nvshmem those before a call.", env="EPCY_FAULTS", compared=False),
     Option("num_sms", "int", "How much of the machine a call may use: threads a rank on the host backend (default 1), "
            "multiprocessors on nvshmem (default 16 for dispatch on two ranks, 24 for combine).",
            env="EPCY_NUM_SMS", minimum=1, maximum=1024),

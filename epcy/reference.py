@@ -15,7 +15,7 @@ the Buffer's work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -353,11 +353,13 @@ def low_latency_dispatch(
     use_fp8: bool = True,
     round_scale: bool = False,
     use_ue8m0: bool = False,
+    masked: Sequence[Collection[int]] | None = None,
 ) -> tuple[list[LowLatencyReceived], Routing]:
     """Send every token to each of its experts, into R * M rows an expert.
 
     The rows of an expert are ordered by (source rank, source token). An expert that a token names twice
-    gets the token once; both lanes refer to that row.
+    gets the token once; both lanes refer to that row. `masked` are the ranks that each rank goes on without: where
+    one of two has masked the other, nothing goes between them, and those lanes have no row.
     """
     num_ranks, slots = len(xs), len(xs) * num_max_tokens_per_rank
     num_local = num_experts // num_ranks
@@ -365,7 +367,11 @@ def low_latency_dispatch(
         if len(x) > num_max_tokens_per_rank:
             most = num_max_tokens_per_rank
             raise ValueError(f"rank {rank} has {len(x)} tokens, num_max_tokens_per_rank is {most}")
-    idxs, counts, _ = counted(topk_idxs, num_ranks, num_experts)
+    given, counts, _ = counted(topk_idxs, num_ranks, num_experts)
+    idxs = given
+    if masked is not None:
+        idxs = [_without(idx, s, masked, num_local) for s, idx in enumerate(given)]
+        _, counts, _ = counted(idxs, num_ranks, num_experts)
     in_expert = rows_by_source(idxs, 1, num_experts)
     base = [idx % num_local * slots for idx in idxs]
     rows = [np.where(row >= 0, at + row, -1) for at, row in zip(base, in_expert, strict=True)]
@@ -374,7 +380,7 @@ def low_latency_dispatch(
     routing = Routing(
         layout="low_latency",
         num_experts=num_experts,
-        topk_idx=tuple(idxs),
+        topk_idx=tuple(given),
         lane_row=tuple(rows),
         counts=counts,
         num_tokens_per_expert=tuple(recv_count),
@@ -398,6 +404,15 @@ def low_latency_dispatch(
     return received, routing
 
 
+def _without(idx: Array, source: int, masked: Sequence[Collection[int]], num_local: int) -> Array:
+    """Return topk_idx with -1 for the lanes that a mask drops."""
+    kept = idx.copy()
+    for rank in range(len(masked)):
+        if rank in masked[source] or source in masked[rank]:
+            kept[idx // num_local == rank] = -1
+    return kept
+
+
 def low_latency_combine(
     ys: Sequence[Array],
     routing: Routing,
@@ -405,13 +420,15 @@ def low_latency_combine(
     *,
     reduction: str = "rank",
     use_logfmt: bool = False,
+    renormalize: bool = False,
 ) -> list[Array]:
     """Bring the experts' rows (L, R * M, H) back; the weights (T, K) float32 of each source are applied.
 
     "rank": each rank sums its lanes and rounds, the source sums over ranks and rounds: the rule of expert
     layout. "source": the source sums w_k * y_k over all K lanes ascending and rounds once. With `use_logfmt` the
     rows that travel, rounded sums of a rank or the experts' own, are cast to LogFMT-10 and back before they are
-    added, those of the source's own rank too.
+    added, those of the source's own rank too. Lanes that a mask dropped add nothing; with `renormalize` the weights of
+    such a token's other lanes are multiplied by (sum of all) / (sum of those that are left): float32, lanes in order.
     """
     flat = [y.reshape(-1, y.shape[-1]) for y in ys]
     if reduction not in ("rank", "source"):
@@ -423,6 +440,8 @@ def low_latency_combine(
     for source, idx in enumerate(routing.topk_idx):
         acc = np.zeros((len(idx), flat[0].shape[1]), dtype=np.float32)
         scale = None if topk_weights is None else topk_weights[source]
+        if renormalize:
+            scale = _renormalized(idx >= 0, routing.lane_row[source] >= 0, scale)
         with np.errstate(all="ignore"):
             if reduction == "rank":
                 _add_ranks(acc, range(routing.num_ranks), flat, routing, source, scale, use_logfmt)
@@ -432,3 +451,17 @@ def low_latency_combine(
                     _add_lane(acc, used, lane, flat[rank], routing, source, scale, use_logfmt)
             combined.append(round_to(acc, dtype))
     return combined
+
+
+def _renormalized(used: Array, left: Array, weights: Array | None) -> Array:
+    """Return weights (T, K) float32 that make up for lanes that are used and not left."""
+    out = np.ones(used.shape, FLOAT32) if weights is None else weights.astype(FLOAT32)
+    total, kept = np.zeros(len(used), FLOAT32), np.zeros(len(used), FLOAT32)
+    with np.errstate(all="ignore"):
+        for lane in range(used.shape[1]):
+            total = np.where(used[:, lane], total + out[:, lane], total)
+            kept = np.where(left[:, lane], kept + out[:, lane], kept)
+        scaled = out * (total / kept)[:, None]
+    lost = (used & ~left).any(1) & (kept != 0)
+    result: Array = np.where(lost[:, None] & left, scaled, out)
+    return result

@@ -1,5 +1,8 @@
 """Many dispatch and combine pairs in a row, fresh routing, random delays, every row compared with the reference.
 
+Every second pair is one of low latency, by turns with hooks. At the end memory, file descriptors and shared-memory
+segments must be what they were after the first tenth.
+
 mpiexec -n N python -m mpi4py tests/soak.py --pairs 10000 --backend host
 """
 
@@ -10,6 +13,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
@@ -63,6 +67,20 @@ class Case:
         weights = sent.weights if self.layout == "expert" else None
         ys = [r.recv_x for r in received]
         self.combined = reference.combine(ys, routing, weights)[comm.rank][0]
+        self.use_fp8 = seed % 4 > 1 and args.hidden % 128 == 0
+        slots, routing = reference.low_latency_dispatch(
+            sent.xs,
+            sent.idxs,
+            num_experts=num_experts,
+            num_max_tokens_per_rank=args.tokens,
+            use_fp8=self.use_fp8,
+        )
+        rows = (4, comm.size * args.tokens, args.hidden)
+        self.ys = [
+            np.broadcast_to(draw_rows(rng, 1, args.hidden, "bfloat16"), rows) for _ in range(comm.size)
+        ]
+        self.slots = slots[comm.rank]
+        self.low_latency_combined = reference.low_latency_combine(self.ys, routing, sent.weights)[comm.rank]
 
 
 def num_wrong(got: object, want: np.ndarray) -> int:
@@ -73,6 +91,44 @@ def num_wrong(got: object, want: np.ndarray) -> int:
     return int((rows.view(np.uint8) != want.view(np.uint8)).any(axis=tuple(range(1, want.ndim))).sum())
 
 
+def low_latency_pair(
+    buf: epcy.Buffer, case: Case, given: tuple, hook: bool, hesitate: Callable[[], None]
+) -> int:
+    """Make one low-latency pair; return the number of wrong rows."""
+    x, idx, weights = given
+    recv, count, handle, _, receive = buf.low_latency_dispatch(
+        x, idx, weights, use_fp8=case.use_fp8, return_recv_hook=hook
+    )
+    if receive is not None:
+        hesitate()
+        receive()
+    want = case.slots
+    wrong = int(to_host(count).tolist() != want.recv_count.tolist())
+    parts = recv if isinstance(recv, tuple) else (recv,)
+    wanted = want.recv_x if isinstance(want.recv_x, tuple) else (want.recv_x,)
+    for got, rows in zip(parts, wanted, strict=True):
+        for expert, n in enumerate(want.recv_count):
+            wrong += num_wrong(got[expert, :n], rows[expert, :n])
+    hesitate()
+    y = buf.low_latency_combine_input(handle)
+    y[...] = to_device(buf, case.ys[buf.rank])
+    z, _, receive = buf.low_latency_combine(y, None, None, handle, zero_copy=True, return_recv_hook=hook)
+    if receive is not None:
+        hesitate()
+        receive()
+    return wrong + num_wrong(z, case.low_latency_combined)
+
+
+def footprint() -> dict[str, int]:
+    """What must stay flat: MiB resident, open files, mapped shared segments, entries of /dev/shm."""
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * resource.getpagesize() >> 20
+    with open("/proc/self/maps") as file:
+        segments = sum("/dev/shm" in line for line in file)
+    return {"MiB": resident, "files": len(os.listdir("/proc/self/fd")), "segments": segments,
+            "/dev/shm": len(os.listdir("/dev/shm"))}  # fmt: skip
+
+
 def main() -> int:
     args, comm = parse(), MPI.COMM_WORLD
     rng = np.random.default_rng([args.seed, comm.rank, 1])  # delays differ between ranks
@@ -80,7 +136,9 @@ def main() -> int:
              "num_topk": args.topk}  # fmt: skip
     cases = [Case(seed, args, comm) for seed in range(SETS)]
     wrong = pairs = 0
-    with epcy.Buffer(comm, backend=args.backend, timeout=30, **sizes) as buf:
+    early = {}
+    low_latency = {"low_latency_mode": True, "num_max_low_latency_tokens_per_rank": args.tokens}
+    with epcy.Buffer(comm, backend=args.backend, timeout=30, **low_latency, **sizes) as buf:
         if buf.xp is not np:
             buf.xp.cuda.Device(buf.options["device"]).use()
         order = np.random.default_rng(args.seed)
@@ -94,28 +152,41 @@ def main() -> int:
                 if rng.random() < 0.25:
                     time.sleep(rng.random() * args.delay_us * 1e-6)
 
+            if pairs % 2:
+                wrong += low_latency_pair(buf, case, (x, idx, weights), pairs % 4 == 1, hesitate)
+                continue
             hesitate()
             r = buf.dispatch(x, idx, weights, **case.options)
             wrong += num_wrong(r.recv_x, case.received.recv_x)
             wrong += num_wrong(r.recv_topk_idx, case.received.recv_topk_idx)
             hesitate()
             z = buf.combine(r.recv_x, r.handle, weights if case.layout == "expert" else None)
-            if pairs % 2:
+            if pairs % 4 == 2:
                 hesitate()
                 again = buf.dispatch(other, handle=r.handle)
                 wrong += num_wrong(again.recv_x, case.cached.recv_x)
             wrong += num_wrong(z.combined_x, case.combined)
+            if not early and pairs >= args.pairs // 10:
+                early = footprint()
             if pairs % 64 == 0:
                 late = comm.allreduce(time.monotonic() - start > args.seconds, MPI.LOR)
                 if wrong or late:
                     break
         buf.check()
+        late_footprint = footprint()
     taken, most = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # /dev/shm may hold other jobs' segments; of this one it has none on Linux, where MPI unlinks them at once.
+    grown = [f"{name} {early[name]} -> {now}" for name, now in late_footprint.items()
+             if early and name != "/dev/shm" and now > early[name] + (16 if name == "MiB" else 0)]  # fmt: skip
+    grown = [f"rank {rank}: {', '.join(one)}" for rank, one in enumerate(comm.allgather(grown)) if one]
     total = comm.reduce(wrong)
     if comm.rank == 0:
         what = f"{pairs} pairs on {comm.size} ranks, backend {args.backend}, {taken:.0f} s"
-        sys.stdout.write(f"{what}: {total} wrong rows, peak memory {most >> 10} MiB\n")
-    return int(bool(comm.bcast(total)))
+        sys.stdout.write(
+            f"{what}: {total} wrong rows, peak memory {most >> 10} MiB, {late_footprint['files']} "
+            f"open files, {late_footprint['segments']} shared mappings; grown: {'; '.join(grown) or 'nothing'}\n"
+        )
+    return int(bool(comm.bcast(total) or grown))
 
 
 if __name__ == "__main__":

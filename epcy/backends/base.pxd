@@ -15,8 +15,14 @@ cdef class Backend:
     cdef object token                   # equal to the Buffer's: marks its handles
     cdef list identities                # of all ranks: bootstrap.Identity
     cdef set watched                    # ranks whose processes can be seen from here
-    cdef readonly double timeout
+    cdef readonly double timeout        # of the call in progress
+    cdef double default_timeout         # where a call gives none
     cdef readonly bint broken
+    cdef bint in_call                   # between the two ends of a call: who leaves now leaves the others alone
+    cdef object faults                  # faults.Faults, or None
+    cdef object inspection              # inspection.Inspection with the option `check`, else None
+    cdef bint checks                    # the option `check`
+    cdef bint masks_late                # low latency: go on without a rank that is late or dead
     cdef object deferred                # an error for check() or the next waiting call
     cdef object xp                      # numpy or cupy
     cdef int rank, num_ranks
@@ -33,6 +39,9 @@ cdef class Backend:
     cdef readonly Meter meter           # None: nothing is counted
     cdef readonly str low_latency_transport     # what carries low-latency calls; None: the mode is off
 
+    cdef void set_timeout(self, double seconds) noexcept
+    cdef int reach(self, str operation, str phase) except -1
+    cdef int leave(self) except -1
     cdef int open_areas(self, owner) except -1
     cdef int close_areas(self) except -1
     cdef int take_area(self) except -1
@@ -48,3 +57,7 @@ cdef class Backend:
     cdef object low_latency_combine(self, LowLatencyCombineCall call)
     cdef int low_latency_combine_receive(self, LowLatencyCombineCall call) except -1
     cdef object low_latency_combine_input(self, int kind)
+    cdef int64_t num_masked(self) noexcept
+    cpdef set_mask(self, int rank, bint masked)
+    cpdef masked(self)
+    cpdef dropped(self, int which)

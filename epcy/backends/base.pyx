@@ -12,17 +12,23 @@ from epcy.backends.meter cimport COMBINE_ROWS, Meter, epcy_meter_rows
 from epcy.event cimport completed
 from epcy.handle cimport Area, Dispatch, Handle, LowLatencyHandle
 from epcy.layout cimport (
-    EPCY_NUM_AREAS, epcy_area_layout, epcy_heap, epcy_num_local_experts, epcy_num_low_latency_rows, epcy_num_scales,
-    epcy_shape, shape_of)
+    EPCY_GUARD_BYTES, EPCY_NUM_AREAS, epcy_area_layout, epcy_heap, epcy_num_local_experts, epcy_num_low_latency_rows,
+    epcy_num_scales, epcy_shape, shape_of)
 
 from epcy.arrays import DTYPES
+from epcy.backends.inspection import Inspection
 from epcy.errors import ArgumentError, StateError
+from epcy.faults import Faults
 
 
 cdef class Backend:
     def __init__(self, comm, dict shape, dict options, list identities, object token, xp):
         self.comm, self.token, self.identities, self.xp = comm, token, identities, xp
-        self.rank, self.num_ranks, self.timeout = comm.rank, comm.size, options["timeout"]
+        self.rank, self.num_ranks = comm.rank, comm.size
+        self.timeout = self.default_timeout = options["timeout"]
+        self.masks_late = options["on_timeout"] == "mask"
+        self.faults = Faults(options["faults"], comm.rank) if options["faults"] else None
+        self.checks = options["check"]
         self.shape = shape_of(shape)
         self.area = epcy_area_layout(&self.shape)
         self.device = -1
@@ -34,6 +40,20 @@ cdef class Backend:
     def dead(self, ranks):
         """Those of `ranks` whose processes are known to have ended."""
         return [r for r in ranks if r in self.watched and self.identities[r].is_dead()]
+
+    cdef void set_timeout(self, double seconds) noexcept:
+        """Bound the waits of the call that begins."""
+        self.timeout = seconds
+
+    cdef int reach(self, str operation, str phase) except -1:
+        """Come to a phase of a call, where a fault may have been asked for."""
+        if self.faults is not None:
+            self.faults.reach(operation, phase)
+        return 0
+
+    cdef int leave(self) except -1:
+        """Return to the user: an error in mid-call, whatever it is, must not leave the others waiting."""
+        return 0
 
     # ---- areas ----------------------------------------------------------------------------------------------
 
@@ -51,12 +71,23 @@ cdef class Backend:
                                  h.bytes - h.low_latency_x[0], self.area.bytes // self.shape.num_rows,
                                  (h.low_latency_x[1] - h.low_latency_x[0])
                                  // max(1, epcy_num_low_latency_rows(&self.shape)))
+        if self.checks:
+            ends = {"the control region": h.receive[0], "receive area 0": h.receive[1],
+                    "receive area 1": h.combine[0], "combine area 0": h.combine[1],
+                    "combine area 1": h.low_latency_x[0]}
+            if self.shape.num_low_latency_tokens:
+                ends |= {"low-latency receive area 0": h.low_latency_x[1],
+                         "low-latency receive area 1": h.low_latency_y[0],
+                         "low-latency combine area 0": h.low_latency_y[1], "low-latency combine area 1": h.bytes}
+            self.inspection = Inspection(self.rank, {
+                name: self.view(end - EPCY_GUARD_BYTES, (EPCY_GUARD_BYTES,), np.dtype(np.uint8), owner)
+                for name, end in ends.items()})
         return 0
 
     cdef int close_areas(self) except -1:
         for area in self.areas:
             (<Area>area).generation += 1
-        self.receive_views = self.combine_views = self.low_latency = None
+        self.receive_views = self.combine_views = self.low_latency = self.inspection = None
         return 0
 
     cdef int take_area(self) except -1:
@@ -154,6 +185,9 @@ cdef class Backend:
                 self.taken[area] = True
                 if self.meter is not None:
                     epcy_meter_rows(self.meter.m, COMBINE_ROWS, area, handle.num_rows)
+                if self.checks:             # NaN, where the user writes nothing
+                    max([view for key, view in self.combine_views[area].items() if isinstance(key, int)],
+                        key=lambda view: view.nbytes).view(np.uint8)[...] = 0xFF
                 return self.combine_views[area][kind][:handle.num_rows]
         raise StateError(f"combine_input: both combine areas are given out (rank {self.rank}); call combine with one "
                          "of them first")
@@ -229,6 +263,27 @@ cdef class Backend:
 
     def wait_all(self):
         """Let everything of this Buffer come to its end."""
+
+    # ---- going on without a rank ------------------------------------------------------------------------------
+
+    cdef int64_t num_masked(self) noexcept:
+        return 0
+
+    cpdef set_mask(self, int rank, bint masked):
+        raise NotImplementedError
+
+    cpdef masked(self):
+        return ()
+
+    cpdef dropped(self, int which):
+        return None
+
+    # ---- the option `check` -----------------------------------------------------------------------------------
+
+    def inspect(self, str operation):
+        """Raise if something was written past the end of a region; nothing of this Buffer runs now."""
+        if self.inspection is not None:
+            self.inspection.verify(operation)
 
     # ---- errors that come later -----------------------------------------------------------------------------
 

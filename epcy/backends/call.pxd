@@ -13,6 +13,7 @@ cdef class Call:
     cdef Array topk_weights         # or None
     cdef uintptr_t stream           # the user's stream; on a GPU backend alone
     cdef Event previous_event       # or None
+    cdef double timeout             # s; of low-latency calls alone, for their hooks
     cdef bint async_finish
 
 
@@ -55,6 +56,7 @@ cdef class LowLatencyCombineCall(Call):
     cdef Array out                  # (T, H)
     cdef int reduction              # a number of REDUCTIONS
     cdef bint use_logfmt
+    cdef bint renormalize           # scale the weights of tokens that lost lanes
     cdef bint return_recv_hook      # only send
     cdef int area                   # the combine area that is this call's until it is received
     cdef bint in_area               # x is that area: nothing to stage

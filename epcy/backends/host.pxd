@@ -49,7 +49,7 @@ cdef extern from "epcy/host.h" nogil:
 
     ctypedef struct epcy_record:
         uint64_t epoch
-        int32_t op, dtype, layout, cached, has_weights, refused, waits
+        int32_t op, dtype, layout, cached, has_weights, refused, waits, thread
         int64_t alignment
         uint64_t routing
         int64_t num_tokens, limit, area_offset, weights_offset
@@ -68,6 +68,8 @@ cdef extern from "epcy/host.h" nogil:
         uint64_t epoch
         epcy_status *page
         epcy_meter *meter
+        uint8_t *masked
+        int64_t num_masked
 
     ctypedef struct epcy_host_dispatch:
         const char *x
@@ -119,11 +121,24 @@ cdef extern from "epcy/host.h" nogil:
         epcy_route *routes
         int64_t num_tokens
         int64_t *tokens
+        uint8_t *sources
+        int32_t *bases
+        int32_t *before
 
     ctypedef struct epcy_low_latency_combine:
         uint64_t epoch
         epcy_host_combine sum
         int32_t at_source, use_logfmt
+        const uint8_t *from_ "from"
+
+    ctypedef struct epcy_masked_routes:
+        const epcy_route *given
+        epcy_route *routes
+        int64_t num_tokens
+        const uint8_t *from_ "from"
+        const int32_t *before
+        uint64_t epoch
+        int64_t *num_dropped
 
     int64_t epcy_host_control_bytes(const epcy_shape *shape)
     int epcy_host_open(epcy_host *h, double spin_us, int num_threads)
@@ -150,10 +165,18 @@ cdef extern from "epcy/host.h" nogil:
     epcy_low_latency_header *epcy_low_latency_header_at(const epcy_host *h, int64_t rank, int kind, int slot)
     const epcy_low_latency_header *epcy_low_latency_find(const epcy_host *h, int64_t rank, int kind, uint64_t epoch)
     void epcy_host_low_latency_send(epcy_host *h, epcy_low_latency_send *call)
-    void epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive *call)
+    uint64_t *epcy_host_without(const epcy_host *h, int64_t rank)
+    void epcy_host_mask(epcy_host *h, int64_t rank, int masked)
+    int32_t *epcy_low_latency_bases(const epcy_host *h, int64_t rank, int kind, int slot)
+    void epcy_low_latency_publish(epcy_low_latency_header *header, uint64_t epoch)
+    void epcy_low_latency_invalidate(epcy_host *h, int kind, uint64_t epoch)
+    int epcy_host_mask_routes(const epcy_host *h, const epcy_masked_routes *call)
+    void epcy_host_renormalize(const epcy_host *h, const epcy_route *routes, int64_t num_tokens, const float *weights,
+                               float *out)
+    int64_t epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive *call)
     void epcy_host_low_latency_stage(epcy_host *h, char *to, const char *data, const int64_t *counts,
                                      int64_t row_bytes)
-    void epcy_host_low_latency_combine(epcy_host *h, const epcy_low_latency_combine *call)
+    int64_t epcy_host_low_latency_combine(epcy_host *h, const epcy_low_latency_combine *call)
     int epcy_simd_level()
     int epcy_simd_limit(int level)
     void epcy_cast_to_fp8(const void *x, int dtype, int64_t num_rows, int64_t hidden, int power_of_two,
@@ -174,17 +197,21 @@ cdef class HostHandle(Handle):
 cdef class HostBackend(Backend):
     cdef epcy_host h
     cdef Heap heap
-    cdef object page, page_path
+    cdef object page, page_path, __weakref__
     cdef uint64_t num_resets
+    cdef int reset_round                # 0: no reset() is half done; else the round to go on with
 
     cdef object open_status(self, directory)
     cdef int touch_rank(self, int64_t rank) except -1
     cdef epcy_record *begin(self, int op) except NULL
     cdef int finish(self, int op) except -1
-    cdef int wait(self, int op, int word, uint64_t value) except -1
+    cdef int wait(self, int op, int word, uint64_t value, uint64_t first) except -1
+    cdef int tell(self, int op, str phase, int word, uint64_t value) except -1
+    cdef uint64_t furthest_reset(self)
     cdef int arrive(self, int op) except -1
-    cdef int wait_longer(self, int op, int word, uint64_t value, int state) except -1
+    cdef int wait_longer(self, int op, int word, uint64_t value, uint64_t first, int state) except -1
     cdef object disagreement(self)
+    cdef object implausible(self)
     cdef object overflow_error(self)
     cdef HostHandle new_handle(self, str layout, int64_t num_tokens, int64_t alignment, int64_t num_worst_tokens)
     cdef HostHandle nothing_came(self, HostHandle of, error)
@@ -192,6 +219,7 @@ cdef class HostBackend(Backend):
     cdef int stage(self, CombineCall call) except -1
     cdef int count_tokens(self, HostHandle handle, DispatchCall call, int area, bint uncached) except -1
     cdef int count_sums(self, HostHandle handle, int64_t row_bytes) except -1
+    cdef int poison(self, int64_t at) except -1
 
     # what host_low_latency.pyx needs of C: the kernels are linked with this module alone
     cdef void store(self, int word, uint64_t value) noexcept
@@ -202,7 +230,15 @@ cdef class HostBackend(Backend):
     cdef epcy_low_latency_header *header(self, int64_t rank, int kind, int slot) noexcept
     cdef const epcy_low_latency_header *find(self, int64_t rank, int kind, uint64_t epoch) noexcept
     cdef void send_rows(self, epcy_low_latency_send *call) noexcept nogil
-    cdef void receive_rows(self, const epcy_low_latency_receive *call) noexcept nogil
+    cdef int64_t receive_rows(self, const epcy_low_latency_receive *call) noexcept nogil
     cdef void stage_rows(self, char *to, const char *data, const int64_t *counts, int64_t row_bytes) noexcept nogil
-    cdef void sum_rows(self, const epcy_low_latency_combine *call) noexcept nogil
+    cdef int64_t sum_rows(self, const epcy_low_latency_combine *call) noexcept nogil
+    cdef int32_t *bases_of(self, int64_t rank, int kind, int slot) noexcept
+    cdef void publish(self, epcy_low_latency_header *header, uint64_t epoch) noexcept
+    cdef void invalidate(self, int kind, uint64_t epoch) noexcept
+    cdef bint is_masked_by(self, int64_t rank, uint64_t epoch) noexcept
+    cdef void mask(self, int64_t rank, bint masked) noexcept
+    cdef int mask_routes(self, const epcy_masked_routes *call) noexcept
+    cdef void renormalize(self, const epcy_route *routes, int64_t num_tokens, const float *weights,
+                          float *out) noexcept
     cdef int op_of(self, int64_t rank, uint64_t epoch) noexcept

@@ -8,6 +8,8 @@ constructor and before `free`.
 
 import os
 import time
+import weakref
+from threading import get_native_id
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint8_t, uint64_t
@@ -41,6 +43,8 @@ cdef extern from "Python.h":
     int Py_AtExit(void (*function)() noexcept nogil)
 
 OPERATIONS = status_pages.OPERATIONS
+NO_ID = -0x7F7F7F7F7F7F7F80             # bytes of 0x80
+_inspected = weakref.WeakSet()          # Buffers of this process with the option `check`
 WAITED_FOR = {EPCY_WORD_ARRIVED: "arrival", EPCY_WORD_DONE: "completion", EPCY_WORD_RESET: "reset",
               EPCY_WORD_RECEIVED_DISPATCH: "receipt", EPCY_WORD_RECEIVED_COMBINE: "receipt"}
 
@@ -95,7 +99,12 @@ cdef class HostBackend(Backend):
         self.h.shape, self.h.rank = self.shape, comm.rank
         options["num_sms"] = options["num_sms"] or 1
         nbytes = heap_layout(shape)["total"]
-        bootstrap.exchange(comm, None, no_room(nbytes, size), self.timeout, "Buffer()")
+        self.reach("constructor", "arrival")
+        error = no_room(nbytes, size)
+        if self.faults is not None and self.faults.is_full():
+            error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {nbytes * size} bytes of shared memory; there "
+                              "is no room, says EPCY_FAULTS (full); give fewer num_max_tokens_per_rank")
+        bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")
         self.h.base = <char **>calloc(size, sizeof(char *))
         if self.h.base == NULL:
             raise MemoryError
@@ -109,6 +118,8 @@ cdef class HostBackend(Backend):
         error = self.open_status(options["status_dir"]) or error
         self.start, self.heap_layout = self.heap.start, self.h.heap
         self.open_areas(memory_at(self.start, nbytes, self.heap))
+        if self.checks:
+            _inspected.add(self)
         try:
             bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")     # also: every control block is zero now
         except EpcyError as refused:
@@ -207,30 +218,52 @@ cdef class HostBackend(Backend):
     cdef epcy_record *begin(self, int op) except NULL:
         """Start a call: take the next epoch and its record."""
         cdef epcy_record *record
+        self.reach(OPERATIONS[op], "arrival")
         # A rank that refused call n - 1 did not wait there: the record of n - 2 must not be needed any more.
-        self.wait(op, EPCY_WORD_ARRIVED, self.h.epoch)
+        self.wait(op, EPCY_WORD_ARRIVED, self.h.epoch, self.h.epoch + 1)
         self.h.epoch += 1
+        self.in_call = True
         record = epcy_host_record(&self.h, self.h.rank, self.h.epoch)
         memset(record, 0, sizeof(epcy_record) - EPCY_TEXT_BYTES)
         record.epoch, record.op = self.h.epoch, op
+        if self.checks:
+            record.thread = get_native_id()
         epcy_host_phase(&self.h, op, EPCY_PHASE_ARRIVAL)
         return record
 
     cdef int arrive(self, int op) except -1:
-        epcy_host_store(&self.h, EPCY_WORD_ARRIVED, self.h.epoch)
-        return self.wait(op, EPCY_WORD_ARRIVED, self.h.epoch)
+        self.tell(op, "arrival", EPCY_WORD_ARRIVED, self.h.epoch)
+        self.wait(op, EPCY_WORD_ARRIVED, self.h.epoch, self.h.epoch)
+        return self.reach(OPERATIONS[op], "data")
 
     cdef int finish(self, int op) except -1:
-        epcy_host_store(&self.h, EPCY_WORD_DONE, self.h.epoch)
+        self.reach(OPERATIONS[op], "completion")
+        self.tell(op, "completion", EPCY_WORD_DONE, self.h.epoch)
         epcy_host_phase(&self.h, op, EPCY_PHASE_COMPLETION)
-        self.wait(op, EPCY_WORD_DONE, self.h.epoch)
+        self.wait(op, EPCY_WORD_DONE, self.h.epoch, self.h.epoch)
         epcy_host_phase(&self.h, op, EPCY_PHASE_IDLE)
+        self.in_call = False
+        if self.inspection is not None:
+            self.inspect(OPERATIONS[op])
+        return 0
+
+    cdef int tell(self, int op, str phase, int word, uint64_t value) except -1:
+        """Store a word, unless a fault loses it."""
+        if self.faults is None or not self.faults.drops(OPERATIONS[op] if op else "reset", phase):
+            epcy_host_store(&self.h, word, value)
         return 0
 
     def step_out(self, int op):
         """Leave a call in which this rank moves nothing, so that ranks that go through with it do not wait for it."""
-        epcy_host_store(&self.h, EPCY_WORD_DONE, self.h.epoch)
+        self.reach(OPERATIONS[op], "completion")
+        self.tell(op, "completion", EPCY_WORD_DONE, self.h.epoch)
         epcy_host_phase(&self.h, op, EPCY_PHASE_IDLE)
+        self.in_call = False
+
+    cdef int leave(self) except -1:
+        if self.in_call and not self.broken:
+            self.break_off(self.h.epoch)
+        return 0
 
     def refuse(self, int op, str text):
         """Take part in a call without data, so that the others learn why and stay in step."""
@@ -246,41 +279,44 @@ cdef class HostBackend(Backend):
         epcy_host_store(&self.h, EPCY_WORD_ARRIVED, self.h.epoch)
         epcy_host_store(&self.h, EPCY_WORD_DONE, self.h.epoch)
         epcy_host_phase(&self.h, op, EPCY_PHASE_IDLE)
+        self.in_call = False
 
-    cdef int wait(self, int op, int word, uint64_t value) except -1:
-        """Wait until `word` of every rank is at least `value`, or raise."""
+    cdef int wait(self, int op, int word, uint64_t value, uint64_t first) except -1:
+        """Wait until `word` of every rank is at least `value`, or raise: then this rank leaves call `first`."""
         cdef int state
         with nogil:
             state = epcy_host_wait(&self.h, word, value, SLICE_NS)
         if state == EPCY_WAIT_DONE:
             return 0
         try:
-            self.wait_longer(op, word, value, state)
+            self.wait_longer(op, word, value, first, state)
         except BaseException:       # PeerTimeoutError; but a signal's handler may raise in any line of Python
             if op == EPCY_OP_DISPATCH and word == EPCY_WORD_ARRIVED:
                 (<Area>self.areas[self.next_area]).generation += 1      # a late rank may still write there
-            # A hook waits for a call that may be older than the last one; a receipt is waited for before a call.
-            if word == EPCY_WORD_ARRIVED:
-                self.break_off(value)
+            self.in_call = False
+            if word == EPCY_WORD_RESET:     # whoever is through with reset() goes on waiting for this rank
+                self.broken = True
             else:
-                self.break_off(self.h.epoch + (word >= EPCY_WORD_RECEIVED_DISPATCH))
+                self.break_off(first)
             raise
         return 0
 
-    cdef int wait_longer(self, int op, int word, uint64_t value, int state) except -1:
+    cdef int wait_longer(self, int op, int word, uint64_t value, uint64_t first, int state) except -1:
         """Go on waiting, with an eye on signals, on dead ranks and on the clock."""
         cdef double start = time.monotonic() - SLICE_NS * 1e-9
         while True:
-            if state == EPCY_WAIT_BROKEN:
-                self.give_up(op, word, value, time.monotonic() - start)
             PyErr_CheckSignals()
             missing = self.missing(word, value)
             dead = self.dead(missing)
-            if dead:
-                self.mourn(op, word, dead)
             left = self.timeout - (time.monotonic() - start)
-            if missing and (left <= 0 or word != EPCY_WORD_RESET and any([self.has_left(r) for r in missing])):
-                self.give_up(op, word, value, time.monotonic() - start)
+            late = state == EPCY_WAIT_BROKEN or missing and (
+                dead or left <= 0 or word != EPCY_WORD_RESET and any([self.has_left(r) for r in missing]))
+            if late and not self.goes_on(op, missing, dead, left):
+                if dead:
+                    self.mourn(op, word, first, dead)
+                self.give_up(op, word, value, first, time.monotonic() - start)
+            if missing and not late and self.inspection is not None:
+                self.inspect_order(op, missing)
             limit = min(SLICE_NS, <int64_t>(max(left, 0.0) * 1e9) + 1)
             state = self.wait_slice(word, value, limit)
             if state == EPCY_WAIT_DONE:
@@ -293,7 +329,43 @@ cdef class HostBackend(Backend):
         return state
 
     def missing(self, int word, uint64_t value):
-        return [r for r in range(self.h.shape.num_ranks) if epcy_host_word(&self.h, r, word) < value]
+        return [r for r in range(self.h.shape.num_ranks)
+                if not self.h.masked[r] and epcy_host_word(&self.h, r, word) < value]
+
+    def goes_on(self, int op, missing, dead, double left):
+        """Whether this call can do without the ranks that are dead, gone, or too late: then they are masked."""
+        return False
+
+    def inspect_order(self, int op, missing):
+        """Raise if a rank that is missing here waits for this one in another Buffer: neither would ever come."""
+        for other in list(_inspected):
+            for r in missing:
+                there = None if other is self else (<HostBackend>other).waits_there(self, r)
+                if there is not None:
+                    time.sleep(0.15)        # it finds the same, unless this rank had left before
+                    (<HostBackend>other).break_off((<HostBackend>other).h.epoch + 1)
+                    raise verdicts.crossed(OPERATIONS[op], self.h.epoch, self.h.rank, r, *there)
+
+    def waits_there(self, HostBackend first, int rank):
+        """Whether the process of rank `rank` of `first` is in a call of this Buffer that this process has not entered."""
+        cdef int64_t r
+        cdef epcy_record *last
+        cdef epcy_record *theirs
+        if self.broken or self.h.base == NULL:
+            return None
+        for r in range(self.num_ranks):
+            if self.identities[r] != first.identities[rank]:
+                continue
+            at = status_pages.parse((<const char *>epcy_host_status(&self.h, r))[:128])
+            if at is None or at.phase == "idle" or at.epoch <= self.h.epoch:
+                return None
+            # Two threads with a Buffer each may be in both: then the other one still comes.
+            theirs = epcy_host_record(&self.h, r, at.epoch)
+            last = epcy_host_record(&first.h, rank, epcy_host_word(&first.h, rank, EPCY_WORD_ARRIVED))
+            if theirs.thread and last.thread and theirs.thread != last.thread:
+                return None
+            return at.operation, at.epoch, self.h.epoch
+        return None
 
     def has_left(self, int64_t rank):
         """Whether that rank gave up, or is in a reset() that this rank knows nothing of."""
@@ -317,26 +389,27 @@ cdef class HostBackend(Backend):
             lines.append(f"rank {r} (pid {self.identities[r].pid}) is {state}{broken}")
         return "; ".join(lines)
 
-    def give_up(self, int op, int word, uint64_t value, double waited):
+    def give_up(self, int op, int word, uint64_t value, uint64_t first, double waited):
         """Raise: a rank did not come in time, or gave up itself."""
-        gone = [r for r in range(self.h.shape.num_ranks) if r != self.h.rank and self.has_left(r)]
+        gone = [r for r in range(self.h.shape.num_ranks)
+                if r != self.h.rank and not self.h.masked[r] and self.has_left(r)]
         missing = self.missing(word, value)
         # Who left without coming; else who keeps even those waiting that gave up; else who gave up.
         left = [r for r in missing if r in gone] if word != EPCY_WORD_RESET else []
         culprits = left or missing or gone
         dead = self.dead(culprits)
         if dead:        # somebody else found out first
-            self.mourn(op, word, dead)
+            self.mourn(op, word, first, dead)
         seen = [epcy_host_word(&self.h, r, word) for r in culprits[:16]]
         name = "reset" if word == EPCY_WORD_RESET else OPERATIONS[op]
-        epoch = self.h.epoch if word == EPCY_WORD_RESET else value
-        raise verdicts.late(name, epoch, self.h.rank, culprits, WAITED_FOR[word], value, seen,
+        raise verdicts.late(name, first, self.h.rank, culprits, WAITED_FOR[word], value, seen,
                             self.where(culprits), gone, waited, self.timeout)
 
-    def mourn(self, int op, int word, list dead):
+    def mourn(self, int op, int word, uint64_t first, list dead):
         """Raise: ranks have ended."""
         bound_exit()
-        raise verdicts.ended(OPERATIONS[op], self.h.epoch, self.h.rank, dead, self.identities[dead[0]].pid,
+        name = "reset" if word == EPCY_WORD_RESET else OPERATIONS[op]
+        raise verdicts.ended(name, first, self.h.rank, dead, self.identities[dead[0]].pid,
                              WAITED_FOR[word])
 
     cdef object disagreement(self):
@@ -378,7 +451,8 @@ cdef class HostBackend(Backend):
         handle.routes = <epcy_route *>malloc(max(1, num_tokens * self.h.shape.num_topk) * sizeof(epcy_route))
         handle.expert_numbers = <int64_t *>calloc(2 * handle.num_local + 1 + 2 * self.h.shape.num_ranks, 8)
         handle.tokens = handle.expert_numbers + 2 * handle.num_local + 1
-        if handle.routes == NULL or handle.expert_numbers == NULL:
+        fails = self.faults is not None and self.faults.fails("dispatch")
+        if handle.routes == NULL or handle.expert_numbers == NULL or fails:
             raise MemoryError
         return handle
 
@@ -395,7 +469,26 @@ cdef class HostBackend(Backend):
         if bad.num_bad:
             handle.error = verdicts.bad_id(self.h.rank, bad.token, bad.lane, bad.value, self.h.shape.num_experts,
                                            bad.num_bad)
+        if self.faults is not None:
+            epcy_host_counts(&self.h, self.h.rank, self.h.epoch)[0] += self.faults.lie("dispatch")
         return handle
+
+    cdef object implausible(self):
+        """An error for every rank if somebody's counts cannot be: more tokens than it has, or fewer than none."""
+        cdef const int64_t *counts
+        cdef const int64_t *experts
+        cdef int64_t rank, d, e, lanes, tokens, local = epcy_num_local_experts(&self.h.shape)
+        for rank in range(self.h.shape.num_ranks):
+            tokens = epcy_host_record(&self.h, rank, self.h.epoch).num_tokens
+            counts = epcy_host_counts(&self.h, rank, self.h.epoch)
+            experts = epcy_host_expert_counts(&self.h, rank, self.h.epoch)
+            for d in range(self.h.shape.num_ranks):
+                lanes = 0
+                for e in range(d * local, (d + 1) * local):
+                    lanes += experts[e] if experts[e] >= 0 else -(1 << 60)
+                if not (0 <= counts[d] <= tokens and counts[d] <= lanes <= counts[d] * self.h.shape.num_topk):
+                    return verdicts.implausible(self.h.epoch, rank, d, counts[d], tokens, lanes)
+        return None
 
     cdef object overflow_error(self):
         """An error for every rank if one that waits for its count has no room for its rows."""
@@ -431,11 +524,13 @@ cdef class HostBackend(Backend):
         record.num_tokens, record.limit = call.x.shape[0], call.num_worst_tokens or self.h.shape.num_rows
         record.area_offset = self.h.heap.receive[area]
         epcy_host_span(&self.h, EPCY_SPAN_COUNT)
+        if self.checks:
+            self.poison(self.h.heap.receive[area])
         self.arrive(EPCY_OP_DISPATCH)
 
         error = self.disagreement()
         if error is None and uncached:
-            error = self.overflow_error()
+            error = self.implausible() or self.overflow_error()
         if error is not None and (call.num_worst_tokens == 0 or isinstance(error, MismatchError)):
             self.step_out(EPCY_OP_DISPATCH)
             raise error
@@ -469,6 +564,8 @@ cdef class HostBackend(Backend):
         if self.meter is not None:
             self.count_tokens(handle, call, area, uncached)
         self.finish(EPCY_OP_DISPATCH)
+        if self.checks:
+            self.inspect_rows(handle, area)
         counts = None
         if handle.num_worst_tokens == 0:
             counts = [handle.expert_numbers[i] for i in range(handle.num_local)]
@@ -502,6 +599,32 @@ cdef class HostBackend(Backend):
         if self.meter.flows is not None:
             self.meter.note(self.h.epoch, EPCY_OP_COMBINE, handle.tokens + size)
         return 0
+
+    cdef int poison(self, int64_t at) except -1:
+        """Fill an area with NaN, and its ids with what is no id."""
+        memset(self.start + at + self.h.area.payload, 0xFF, self.h.shape.num_rows * self.h.shape.row_bytes)
+        memset(self.start + at + self.h.area.topk_idx, 0x80, self.h.shape.num_rows * self.h.shape.num_topk * 8)
+        return 0
+
+    def inspect_rows(self, HostHandle handle, int area):
+        """Raise if a row that was announced did not come, or one came that was not."""
+        cdef int64_t width = self.h.shape.num_topk if handle.layout == "rank" else 1
+        cdef int64_t filled = max(handle.num_rows, handle.num_worst_tokens)
+        ids = self.receive_views[area]["idx", "rank"].reshape(-1)
+        unwritten = ids == NO_ID
+        missing = unwritten[:min(handle.num_true_rows, handle.num_rows) * width]
+        if missing.any():
+            row = int(missing.argmax()) // width
+            raise verdicts.never_came(self.h.epoch, self.h.rank, row, handle.num_true_rows, self.announced(handle))
+        if not unwritten[filled * width:].all():
+            row = filled + int((~unwritten[filled * width:]).argmax()) // width
+            raise verdicts.not_announced(self.h.epoch, self.h.rank, row, filled, self.announced(handle))
+
+    def announced(self, HostHandle handle):
+        """What each rank said in this call that it sends here; None where the routing is an older call's."""
+        if epcy_host_record(&self.h, self.h.rank, self.h.epoch).cached:
+            return None
+        return [epcy_host_counts(&self.h, r, self.h.epoch)[self.h.rank] for r in range(self.h.shape.num_ranks)]
 
     cdef HostHandle nothing_came(self, HostHandle of, error):
         """A handle like `of` (which may be an earlier call's and stays as it is) by which nothing was sent."""
@@ -600,14 +723,37 @@ cdef class HostBackend(Backend):
     cdef void send_rows(self, epcy_low_latency_send *call) noexcept nogil:
         epcy_host_low_latency_send(&self.h, call)
 
-    cdef void receive_rows(self, const epcy_low_latency_receive *call) noexcept nogil:
-        epcy_host_low_latency_receive(&self.h, call)
+    cdef int64_t receive_rows(self, const epcy_low_latency_receive *call) noexcept nogil:
+        return epcy_host_low_latency_receive(&self.h, call)
 
     cdef void stage_rows(self, char *to, const char *data, const int64_t *counts, int64_t row_bytes) noexcept nogil:
         epcy_host_low_latency_stage(&self.h, to, data, counts, row_bytes)
 
-    cdef void sum_rows(self, const epcy_low_latency_combine *call) noexcept nogil:
-        epcy_host_low_latency_combine(&self.h, call)
+    cdef int64_t sum_rows(self, const epcy_low_latency_combine *call) noexcept nogil:
+        return epcy_host_low_latency_combine(&self.h, call)
+
+    cdef int32_t *bases_of(self, int64_t rank, int kind, int slot) noexcept:
+        return epcy_low_latency_bases(&self.h, rank, kind, slot)
+
+    cdef void publish(self, epcy_low_latency_header *header, uint64_t epoch) noexcept:
+        epcy_low_latency_publish(header, epoch)
+
+    cdef void invalidate(self, int kind, uint64_t epoch) noexcept:
+        epcy_low_latency_invalidate(&self.h, kind, epoch)
+
+    cdef bint is_masked_by(self, int64_t rank, uint64_t epoch) noexcept:
+        """Whether that rank goes, or went, on without this one in this call."""
+        return epcy_host_without(&self.h, rank)[self.h.rank] >= epoch
+
+    cdef void mask(self, int64_t rank, bint masked) noexcept:
+        epcy_host_mask(&self.h, rank, masked)
+
+    cdef int mask_routes(self, const epcy_masked_routes *call) noexcept:
+        return epcy_host_mask_routes(&self.h, call)
+
+    cdef void renormalize(self, const epcy_route *routes, int64_t num_tokens, const float *weights,
+                          float *out) noexcept:
+        epcy_host_renormalize(&self.h, routes, num_tokens, weights, out)
 
     cdef int op_of(self, int64_t rank, uint64_t epoch) noexcept:
         """The operation of a rank that has arrived in this call; 0: it has gone on, and its records with it."""
@@ -636,26 +782,47 @@ cdef class HostBackend(Backend):
     def reset(self):
         """Bring every rank to one epoch again, over words in shared memory alone.
 
-        Two rounds: all have come and left their calls; all have the new epoch.
+        Two rounds: all have come and left their calls; all have the new epoch. After a timeout the next reset() goes on
+        in the round that was not over, and then takes part in one that others have begun since.
         """
-        cdef uint64_t most
-        if self.num_resets % 2 == 0:
+        cdef bint again = self.reset_round != 0
+        if again and self.reset_round == 2:
+            self.second_round()
+            if self.furthest_reset() <= self.num_resets:
+                return
+        if self.reset_round == 0:
+            self.reach("reset", "arrival")
             epcy_host_store(&self.h, EPCY_WORD_EPOCH, self.h.epoch)
-            self.num_resets += 1
-            epcy_host_store(&self.h, EPCY_WORD_RESET, self.num_resets)
-        self.wait(0, EPCY_WORD_RESET, self.num_resets)
-        most = max([epcy_host_word(&self.h, r, EPCY_WORD_EPOCH) for r in range(self.h.shape.num_ranks)])
-        self.h.epoch = most + 2
+            self.num_resets = max(self.num_resets, self.furthest_reset()) | 1   # who went on without this rank is ahead
+            self.reset_round = 1
+        self.tell(0, "arrival", EPCY_WORD_RESET, self.num_resets)
+        self.wait(0, EPCY_WORD_RESET, self.num_resets, self.h.epoch)
+        self.reach("reset", "data")
+        self.h.epoch = 2 + max([epcy_host_word(&self.h, r, EPCY_WORD_EPOCH) for r in range(self.h.shape.num_ranks)
+                                if not self.h.masked[r]])
         epcy_host_store(&self.h, EPCY_WORD_ARRIVED, self.h.epoch)
         epcy_host_store(&self.h, EPCY_WORD_DONE, self.h.epoch)
         epcy_host_store(&self.h, EPCY_WORD_RECEIVED_DISPATCH, self.h.epoch)
         epcy_host_store(&self.h, EPCY_WORD_RECEIVED_COMBINE, self.h.epoch)
         epcy_host_store(&self.h, EPCY_WORD_BROKEN, 0)
         self.num_resets += 1
-        epcy_host_store(&self.h, EPCY_WORD_RESET, self.num_resets)
-        self.wait(0, EPCY_WORD_RESET, self.num_resets)
+        self.reset_round = 2
+        self.second_round()
+        if again and self.furthest_reset() > self.num_resets:
+            self.reset()
+
+    cdef uint64_t furthest_reset(self):
+        """The furthest round that a rank is in, this one and masked ones left out."""
+        return max([0] + [epcy_host_word(&self.h, r, EPCY_WORD_RESET) for r in range(self.h.shape.num_ranks)
+                          if r != self.h.rank and not self.h.masked[r]])
+
+    def second_round(self):
+        self.reach("reset", "completion")
+        self.tell(0, "completion", EPCY_WORD_RESET, self.num_resets)
+        self.wait(0, EPCY_WORD_RESET, self.num_resets, self.h.epoch)
+        self.reset_round = 0
         self.forget_areas()
-        self.broken, self.deferred = False, None
+        self.broken, self.deferred, self.in_call = False, None, False
 
     def close(self, bint together):
         """Give the memory back; `together` frees the window, which is collective."""

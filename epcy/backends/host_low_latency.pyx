@@ -6,8 +6,9 @@ slot is free again. To receive is to wait for everybody's `arrived`, to compare 
 `received` word. A call is one step of the epoch like any other.
 """
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
-from libc.stdlib cimport calloc, free
+from cpython.bytearray cimport PyByteArray_AS_STRING
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
 import numpy as np
@@ -34,6 +35,10 @@ cdef class HostLowLatencyHandle(LowLatencyHandle):
         free(self.routes)
         free(self.counts)
         free(self.weights)
+        free(self.sources)
+        free(self.bases)
+        free(self.before)
+        free(self.not_sent)
 
     cdef int64_t _num_recv_tokens(self) noexcept:
         cdef int64_t rows = 0, i
@@ -44,19 +49,35 @@ cdef class HostLowLatencyHandle(LowLatencyHandle):
     cpdef object expert_counts(self):
         return np.array([self.counts[i] for i in range(self.num_local)], np.int64)
 
+    @property
+    def num_lanes_not_sent(self):
+        return np.array([self.not_sent[r] for r in range(self.num_ranks)], np.int64)
+
+    @property
+    def num_lanes_not_returned(self):
+        return np.array([self.not_sent[self.num_ranks + r] for r in range(self.num_ranks)], np.int64)
+
+    @property
+    def missing_ranks(self):
+        return tuple([r for r in range(self.num_ranks) if self.received and not self.sources[r]])
+
 
 cdef class HostLowLatencyBackend(HostBackend):
     def __init__(self, *args):
         super().__init__(*args)
         if self.low_latency is not None:
             self.low_latency_transport = "shared memory"
+        self.num_lanes = [[0] * self.num_ranks, [0] * self.num_ranks]
 
     # ---- one call -------------------------------------------------------------------------------------------
 
     cdef epcy_low_latency_header *take_slot(self, int kind) except NULL:
         """The slot of the next call, once everybody has received the call before the last, which lies there."""
         cdef epcy_low_latency_header *header = self.header(self.h.rank, kind, self.next_slot[kind])
-        self.wait(OPS[kind], RECEIVED[kind], header.epoch)
+        self.reach(OPERATIONS[OPS[kind]], "arrival")
+        self.wait(OPS[kind], RECEIVED[kind], header.epoch, self.h.epoch + 1)
+        if self.h.num_masked:
+            self.invalidate(kind, header.epoch)
         memset(&header.op, 0, <char *>&header.text[0] - <char *>&header.op)
         header.op = OPS[kind]
         return header
@@ -69,17 +90,22 @@ cdef class HostLowLatencyBackend(HostBackend):
 
     cdef int send(self, int kind, epcy_low_latency_header *header, uint64_t epoch) except -1:
         """Make a header and what it speaks of everybody's."""
-        header.epoch = epoch
+        self.publish(header, epoch)
         self.next_slot[kind] ^= 1
         self.epochs[kind][self.low_latency.sent(kind) & 1] = epoch
-        self.store(EPCY_WORD_ARRIVED, epoch)
+        self.reach(OPERATIONS[OPS[kind]], "data")
+        self.tell(OPS[kind], "arrival", EPCY_WORD_ARRIVED, epoch)
         return 0
 
     cdef int finish_receiving(self, int kind) except -1:
         """End a call: others may use what this rank has read."""
         self.low_latency.has_received(kind)
-        self.acknowledge(kind)
+        self.reach(OPERATIONS[OPS[kind]], "receipt")
+        if self.faults is None or not self.faults.drops(OPERATIONS[OPS[kind]], "receipt"):
+            self.acknowledge(kind)
         self.phase(OPS[kind], EPCY_PHASE_IDLE)
+        if self.inspection is not None:
+            self.inspect(OPERATIONS[OPS[kind]])
         return 0
 
     cdef void acknowledge(self, int kind) noexcept:
@@ -94,6 +120,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         cdef int kind = op - EPCY_OP_LOW_LATENCY_DISPATCH
         cdef epcy_low_latency_header *header
         cdef bytes raw
+        cdef uint64_t epoch
         if kind != LOW_LATENCY_DISPATCH and kind != LOW_LATENCY_COMBINE:
             HostBackend.refuse(self, op, text)
             return
@@ -102,20 +129,29 @@ cdef class HostLowLatencyBackend(HostBackend):
         memcpy(header.text, <const char *>raw, len(raw))
         header.text[len(raw)] = 0
         header.refused = 1
-        header.epoch = self.step(kind)
+        epoch = self.step(kind)
+        self.publish(header, epoch)
         self.next_slot[kind] ^= 1
-        self.store(EPCY_WORD_ARRIVED, header.epoch)
+        self.store(EPCY_WORD_ARRIVED, epoch)
         self.acknowledge(kind)
         self.phase(op, EPCY_PHASE_IDLE)
 
-    cdef object disagreement_of(self, int kind, uint64_t epoch):
-        """Compare everybody's headers of a call: MismatchError or PeerError, or None."""
+    cdef object disagreement_of(self, int kind, uint64_t epoch, uint8_t *takes_part):
+        """Compare everybody's headers of a call: MismatchError or PeerError, or None; and who takes part in it."""
         cdef const epcy_low_latency_header *mine = self.find(self.h.rank, kind, epoch)
         cdef const epcy_low_latency_header *r
         cdef int64_t rank, size = self.h.shape.num_ranks
         cdef bint differs = False
+        cdef list left_by = []
         for rank in range(size):
             r = self.find(rank, kind, epoch)
+            takes_part[rank] = r != NULL and not self.h.masked[rank]
+            if self.h.masked[rank]:
+                continue
+            if self.is_masked_by(rank, epoch):
+                left_by.append(rank)
+            if r == NULL and self.is_masked_by(rank, epoch):       # it did not wait for this rank, and is in later calls
+                continue
             if r == NULL:
                 differs = True
                 break
@@ -126,6 +162,9 @@ cdef class HostLowLatencyBackend(HostBackend):
                         or r.use_ue8m0 != mine.use_ue8m0 or r.reduction != mine.reduction
                         or r.use_logfmt != mine.use_logfmt or r.has_weights != mine.has_weights
                         or r.routing != mine.routing)
+        self.left_out = verdicts.left_out(epoch, OPERATIONS[OPS[kind]], left_by) if left_by and not differs else None
+        if self.left_out is not None:
+            self.deferred = self.left_out
         if not differs:
             return None
         self.acknowledge(1 - kind)      # who is in a call of the other kind must not wait for this rank there
@@ -157,7 +196,14 @@ cdef class HostLowLatencyBackend(HostBackend):
         handle.tokens = handle.counts + handle.num_local
         if call.topk_weights is not None:
             handle.weights = <float *>calloc(max(1, lanes), 4)
-        if handle.routes == NULL or handle.counts == NULL or call.topk_weights is not None and handle.weights == NULL:
+        handle.num_ranks = self.num_ranks
+        handle.sources = <uint8_t *>calloc(self.num_ranks, 1)
+        handle.bases = <int32_t *>calloc(self.h.shape.num_experts, 4)
+        handle.before = <int32_t *>calloc(self.h.shape.num_experts, 4)
+        handle.not_sent = <int64_t *>calloc(2 * self.num_ranks, 8)
+        fails = self.faults is not None and self.faults.fails("low_latency_dispatch")
+        if (handle.routes == NULL or handle.counts == NULL or handle.sources == NULL or handle.bases == NULL
+                or handle.before == NULL or handle.not_sent == NULL or call.topk_weights is not None and handle.weights == NULL or fails):
             text = f"x: no memory for the routes of {call.x.shape[0]} tokens (rank {self.rank})"
             self.refuse(EPCY_OP_LOW_LATENCY_DISPATCH, text)
             raise HeapError(text)
@@ -183,6 +229,8 @@ cdef class HostLowLatencyBackend(HostBackend):
         if s.bad.num_bad:
             handle.error = self.deferred = verdicts.bad_id(self.rank, s.bad.token, s.bad.lane, s.bad.value,
                                                            self.h.shape.num_experts, s.bad.num_bad)
+        if self.h.num_masked:
+            self.count_not_sent(handle)
         self.send(LOW_LATENCY_DISPATCH, header, handle.epoch)
         handle.number, handle.area = self.low_latency.num_sent[LOW_LATENCY_DISPATCH], self.low_latency.take_area()
         if call.return_recv_hook:
@@ -196,10 +244,16 @@ cdef class HostLowLatencyBackend(HostBackend):
         cdef epcy_low_latency_area layout = epcy_low_latency_area_layout(&self.h.shape)
         cdef char *area = self.start + self.h.heap.low_latency_x[handle.area]
         cdef epcy_low_latency_receive r
+        cdef int64_t bad = -1
         self.receiving(EPCY_OP_LOW_LATENCY_DISPATCH, handle.epoch)
-        self.wait(EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_WORD_ARRIVED, handle.epoch)
+        self.reach("low_latency_dispatch", "completion")
+        self.wait(EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_WORD_ARRIVED, handle.epoch, handle.epoch)
         self.span(EPCY_SPAN_WAIT)
-        error = self.disagreement_of(LOW_LATENCY_DISPATCH, handle.epoch)
+        error = self.disagreement_of(LOW_LATENCY_DISPATCH, handle.epoch, handle.sources)
+        if self.checks:
+            memset(area, 0xFF, self.low_latency.num_rows * self.h.shape.row_bytes)     # NaN, where no row comes
+        if self.left_out is not None:
+            handle.error = self.left_out
         memset(&r, 0, sizeof(r))
         r.epoch, r.counts = handle.epoch, <int64_t *>(area + layout.counts)
         if error is None:
@@ -208,10 +262,15 @@ cdef class HostLowLatencyBackend(HostBackend):
                 r.row_bytes, r.scales = self.h.shape.hidden, area + layout.scales
                 r.scale_bytes = self.h.shape.hidden // (512 if call.use_ue8m0 else 128) * 4
             r.routes, r.num_tokens, r.tokens = handle.routes, handle.num_tokens, handle.tokens
+            r.sources, r.bases, r.before = handle.sources, handle.bases, handle.before
             with nogil:
-                self.receive_rows(&r)
-            if self.meter is not None:
+                bad = self.receive_rows(&r)
+            if bad >= 0:
+                error = verdicts.nonsense(handle.epoch, bad)
+            elif self.meter is not None:
                 self.count_tokens_of(handle, &r)
+        if error is None:
+            pass
         elif not isinstance(error, MismatchError):      # a refusal: nothing came, and check() tells why
             handle.error = self.deferred = error
             memset(r.counts, 0, handle.num_local * 8)
@@ -263,19 +322,29 @@ cdef class HostLowLatencyBackend(HostBackend):
 
     cdef object low_latency_combine_input(self, int kind):
         cdef int area = self.low_latency.give_input()
-        self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_RECEIVED_COMBINE, self.input_epochs[area])
+        self.await_input(area)
+        if self.checks:
+            memset(self.low_latency.inputs_at[area], 0xFF, self.low_latency.num_rows * self.h.shape.row_bytes)
         return self.low_latency.inputs[area][kind]
+
+    cdef int await_input(self, int area) except -1:
+        """Wait until everybody has read what lies in a combine area."""
+        self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_RECEIVED_COMBINE, self.input_epochs[area], self.h.epoch + 1)
+        if self.h.num_masked:
+            self.invalidate(LOW_LATENCY_COMBINE, self.input_epochs[area])
+        return 0
 
     cdef int put_in_area(self, LowLatencyCombineCall call, HostLowLatencyHandle handle) except -1:
         """Copy the experts' rows into the combine area: of each expert those that came."""
         cdef int64_t row_bytes = self.h.shape.hidden * call.x.item_bytes()
-        self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_RECEIVED_COMBINE, self.input_epochs[call.area])
+        self.await_input(call.area)
         with nogil:
             self.stage_rows(self.low_latency.inputs_at[call.area], call.x.data, handle.counts, row_bytes)
         return 0
 
     cdef object low_latency_combine(self, LowLatencyCombineCall call):
         cdef HostLowLatencyHandle handle = call.handle
+        cdef int slot = self.next_slot[LOW_LATENCY_COMBINE]
         cdef epcy_low_latency_header *header = self.take_slot(LOW_LATENCY_COMBINE)
         cdef uint64_t epoch
         self.open_call(EPCY_OP_LOW_LATENCY_COMBINE)
@@ -284,6 +353,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         epoch = self.step(LOW_LATENCY_COMBINE)
         header.dtype, header.reduction, header.use_logfmt = call.x.kind, call.reduction, call.use_logfmt
         header.has_weights, header.routing = call.topk_weights is not None, handle.epoch
+        memcpy(self.bases_of(self.h.rank, LOW_LATENCY_COMBINE, slot), handle.bases, self.h.shape.num_experts * 4)
         header.y_offset = self.h.heap.low_latency_y[call.area]
         self.input_epochs[call.area] = call.epoch = epoch
         self.send(LOW_LATENCY_COMBINE, header, epoch)
@@ -297,21 +367,15 @@ cdef class HostLowLatencyBackend(HostBackend):
 
     cdef int low_latency_combine_receive(self, LowLatencyCombineCall call) except -1:
         cdef HostLowLatencyHandle handle = call.handle
-        cdef epcy_low_latency_combine c
+        cdef bytearray takes_part = bytearray(self.num_ranks)
+        cdef uint8_t *from_ = <uint8_t *>PyByteArray_AS_STRING(takes_part)
         self.receiving(EPCY_OP_LOW_LATENCY_COMBINE, call.epoch)
-        self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_ARRIVED, call.epoch)
+        self.reach("low_latency_combine", "completion")
+        self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_ARRIVED, call.epoch, call.epoch)
         self.span(EPCY_SPAN_WAIT)
-        error = self.disagreement_of(LOW_LATENCY_COMBINE, call.epoch)
+        error = self.disagreement_of(LOW_LATENCY_COMBINE, call.epoch, from_)
         if error is None:
-            memset(&c, 0, sizeof(c))
-            c.epoch, c.at_source, c.use_logfmt = call.epoch, call.reduction, call.use_logfmt
-            c.sum.routes, c.sum.num_tokens, c.sum.dtype = handle.routes, handle.num_tokens, call.x.kind
-            c.sum.topk_weights = handle.weights
-            if call.topk_weights is not None:
-                c.sum.topk_weights = <const float *>call.topk_weights.data
-            c.sum.out = call.out.data
-            with nogil:
-                self.sum_rows(&c)
+            self.sum_all(call, handle, from_)
             if self.meter is not None:
                 self.count_sums_of(handle, call.epoch, self.h.shape.hidden * call.x.item_bytes())
         self.low_latency.leave_input(call)
@@ -321,3 +385,92 @@ cdef class HostLowLatencyBackend(HostBackend):
         if error is not None:
             self.deferred = error
         return 0
+
+    cdef int sum_all(self, LowLatencyCombineCall call, HostLowLatencyHandle handle, uint8_t *from_) except -1:
+        """Sum what comes; once more without a rank that gave its rows' memory away meanwhile (it has masked this one)."""
+        cdef epcy_low_latency_combine c
+        cdef epcy_masked_routes m
+        cdef int64_t lost = 0, lanes = max(1, handle.num_tokens * self.h.shape.num_topk), r
+        cdef int64_t *not_returned = handle.not_sent + self.num_ranks
+        cdef float *scaled = NULL
+        memset(&c, 0, sizeof(c))
+        memset(&m, 0, sizeof(m))
+        c.epoch, c.at_source, c.use_logfmt, c.from_ = call.epoch, call.reduction, call.use_logfmt, from_
+        c.sum.num_tokens, c.sum.dtype, c.sum.out = handle.num_tokens, call.x.kind, call.out.data
+        m.given, m.num_tokens, m.from_, m.epoch = handle.routes, handle.num_tokens, from_, call.epoch
+        m.before, m.num_dropped = handle.before, not_returned
+        memset(not_returned, 0, self.num_ranks * 8)
+        try:
+            while lost >= 0:
+                c.sum.routes, c.sum.topk_weights = handle.routes, handle.weights
+                if call.topk_weights is not None:
+                    c.sum.topk_weights = <const float *>call.topk_weights.data
+                if not self.all_placed(handle, from_, call.epoch):
+                    if m.routes == NULL:
+                        m.routes, scaled = <epcy_route *>malloc(lanes * sizeof(epcy_route)), <float *>malloc(lanes * 4)
+                    if m.routes == NULL or scaled == NULL:
+                        raise HeapError(f"x: no memory for the routes of {handle.num_tokens} tokens (rank {self.rank})")
+                    if self.mask_routes(&m):
+                        c.sum.routes = m.routes
+                        if call.renormalize:
+                            self.renormalize(m.routes, handle.num_tokens, c.sum.topk_weights, scaled)
+                            c.sum.topk_weights = scaled
+                with nogil:
+                    lost = self.sum_rows(&c)
+                if lost >= 0:
+                    from_[lost] = 0
+        finally:
+            free(m.routes)
+            free(scaled)
+        for r in range(self.num_ranks):
+            self.num_lanes[1][r] += not_returned[r]
+        return 0
+
+    cdef bint all_placed(self, HostLowLatencyHandle handle, const uint8_t *from_, uint64_t epoch) noexcept:
+        """Whether every rank takes part and has placed this rank's rows where it thinks: the ordinary case."""
+        cdef const epcy_low_latency_header *header
+        cdef const int32_t *bases
+        cdef int64_t r, i
+        for r in range(self.num_ranks):
+            header = self.find(r, LOW_LATENCY_COMBINE, epoch) if from_[r] and handle.not_sent[r] == 0 else NULL
+            if header == NULL:
+                return False
+            bases = <const int32_t *>(header + 1) + self.rank * handle.num_local
+            for i in range(handle.num_local):
+                if bases[i] != handle.before[r * handle.num_local + i]:
+                    return False
+        return True
+
+    # ---- going on without a rank ------------------------------------------------------------------------------
+
+    cdef int64_t num_masked(self) noexcept:
+        return self.h.num_masked
+
+    cdef int count_not_sent(self, HostLowLatencyHandle handle) except -1:
+        """Count the lanes that go to masked ranks, and so nowhere."""
+        cdef int64_t i
+        for i in range(handle.num_tokens * self.h.shape.num_topk):
+            if handle.routes[i].rank >= 0 and handle.routes[i].row < 0:
+                handle.not_sent[handle.routes[i].rank] += 1
+        for i in range(self.num_ranks):
+            self.num_lanes[0][i] += handle.not_sent[i]
+        return 0
+
+    def goes_on(self, int op, missing, dead, double left):
+        cdef bint may = op == EPCY_OP_LOW_LATENCY_DISPATCH or op == EPCY_OP_LOW_LATENCY_COMBINE
+        if not (may and self.masks_late):
+            return False
+        gone = [r for r in range(self.num_ranks) if r != self.rank and not self.h.masked[r] and self.has_left(r)]
+        late = set(dead) | set(gone) | (set(missing) if left <= 0 else set())
+        for rank in late - {self.rank}:
+            self.set_mask(rank, True)
+        return bool(late - {self.rank})
+
+    cpdef set_mask(self, int rank, bint masked):
+        self.mask(rank, masked)
+
+    cpdef masked(self):
+        return tuple([r for r in range(self.num_ranks) if self.h.masked[r]])
+
+    cpdef dropped(self, int which):
+        return np.array(self.num_lanes[which], np.int64)

@@ -364,6 +364,7 @@ cdef class NvshmemBackend(Backend):
         cdef uint64_t *experts = <uint64_t *>(self.mapped.report + 1)
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
+            self.reach("dispatch", "arrival")
             stream = self.begin(call, &capturing)
             if self.counters is not None and not capturing:
                 self.counters.enter(OP_DISPATCH)
@@ -415,6 +416,7 @@ cdef class NvshmemBackend(Backend):
         cdef char *area = NULL
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
+            self.reach("combine", "arrival")
             stream = self.begin(call, &capturing)
             if self.counters is not None and not capturing:
                 self.counters.enter(OP_COMBINE)
@@ -567,6 +569,7 @@ cdef class NvshmemBackend(Backend):
 
     def barrier(self, int op=OP_BARRIER):
         """Wait for every rank to come here."""
+        self.reach(OPERATIONS[op], "arrival")
         ticket = self.next_ticket()
         self.step(op, None, ticket)
         self.wait_report(ticket, self.rank, 1, 0, OPERATIONS[op])
@@ -755,28 +758,43 @@ cdef class NvshmemBackend(Backend):
 
     # ---- life -----------------------------------------------------------------------------------------------
 
+    cdef void set_timeout(self, double seconds) noexcept:
+        self.timeout = seconds
+        self.peers.timeout_ns = <int64_t>(seconds * 1e9)
+
     def reset(self):
-        """Bring every rank to one epoch again, by a kernel of two rounds."""
-        cdef epcy_peers peers = self.peers
+        """Bring every rank to one epoch again, by a kernel of two rounds.
+
+        After a timeout the next reset() goes on with the same rounds, and then takes part in those that others have
+        begun since.
+        """
+        cdef bint again = self.reset_is_open
         cdef int previous = 0
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             self.leave()
             self.settle("reset")
             self.late_error()
-            self.num_resets += 1
-            peers.ticket = self.next_ticket()
-            check(epcy_cuda_launch_reset(&peers, &self.wire, self.num_resets, <void *>self.own_stream), "launching reset")
-            self.broken = False
-            try:
-                self.wait_report(peers.ticket, self.rank, 1, 0, "reset")
-            except BaseException:
-                self.num_resets -= 1
-                self.broken = True
-                raise
+            self.one_reset()
+            while again:
+                rounds = self.fetch(self.peers.control.resets, self.num_ranks, np.uint64) >> np.uint64(32)
+                if rounds.max() <= self.num_resets:
+                    break
+                self.one_reset()
             self.forget_areas()
         finally:
             epcy_cuda_set_device(previous, NULL)
+
+    def one_reset(self):
+        cdef epcy_peers peers = self.peers
+        if not self.reset_is_open:
+            self.reach("reset", "arrival")
+            self.num_resets += 1
+        self.reset_is_open = self.broken = True
+        peers.ticket = self.next_ticket()
+        check(epcy_cuda_launch_reset(&peers, &self.wire, self.num_resets, <void *>self.own_stream), "launching reset")
+        self.wait_report(peers.ticket, self.rank, 1, 0, "reset")
+        self.reset_is_open = self.broken = False
 
     def close(self, bint together):
         """Give the memory back; `together` is collective."""

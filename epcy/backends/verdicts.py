@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from epcy.backends.names import LAYOUTS, PAYLOADS, REDUCTIONS
-from epcy.errors import ArgumentError, CapacityError, MismatchError, PeerTimeoutError
+from epcy.errors import ArgumentError, CapacityError, MismatchError, PeerError, PeerTimeoutError
 from epcy.status import OPERATIONS
 
-__all__ = ["bad_id", "dropped", "ended", "late", "low_latency_mismatch", "mismatch", "no_room_for_rows"]
+__all__ = [
+    "bad_id",
+    "crossed",
+    "dropped",
+    "ended",
+    "implausible",
+    "late",
+    "left_out",
+    "low_latency_mismatch",
+    "mismatch",
+    "never_came",
+    "no_room_for_rows",
+    "nonsense",
+    "not_announced",
+]
 
 # A record's fields, as they are compared: operation, dtype, layout, cached, has weights, alignment, routing.
 Record = tuple[int, int, int, int, int, int, int]
@@ -43,9 +57,11 @@ def late(
             f"{phase}, expected {expected}, seen {seen}"
         )
         remedy = f"Find out what keeps rank {culprits[0]}"
+    after = "reset() on all ranks makes this Buffer usable again"
+    if operation == "reset":
+        after = "call reset() again on every rank where it raised: it goes on where it was"
     return PeerTimeoutError(
-        f"{operation} (call {epoch}) on rank {rank}: {happened}: {where}. {remedy}, or give a larger timeout; reset() "
-        "on all ranks makes this Buffer usable again",
+        f"{operation} (call {epoch}) on rank {rank}: {happened}: {where}. {remedy}, or give a larger timeout; {after}",
         culprits,
         phase,
         epoch,
@@ -122,6 +138,75 @@ def bad_id(
         f"topk_idx[{token}, {lane}]: expected an expert id in 0..{num_experts - 1} or -1, got {value} (rank {rank}, "
         f"token {token}, lane {lane}{more})"
     )
+
+
+def implausible(epoch: int, rank: int, to: int, count: int, num_tokens: int, num_lanes: int) -> PeerError:
+    """Return the error of counts that no routing gives."""
+    return PeerError(
+        f"rank {rank} announced {count} tokens with {num_lanes} lanes for rank {to} in dispatch (call {epoch}), of "
+        f"{num_tokens} tokens in all: that cannot be, its memory was overwritten; nothing was moved. Look for writes "
+        "past the ends of recv_x on any rank (EPCY_CHECK=1 watches them)",
+        [rank],
+    )
+
+
+def nonsense(epoch: int, rank: int) -> PeerError:
+    """Return the error of a low-latency slot whose lists no routing gives."""
+    return PeerError(
+        f"rank {rank} sent lists in low_latency_dispatch (call {epoch}) that cannot be: its memory was overwritten; "
+        "nothing was received. Look for writes past the ends of recv_x on any rank (EPCY_CHECK=1 watches them)",
+        [rank],
+    )
+
+
+def left_out(epoch: int, operation: str, ranks: Sequence[int]) -> PeerError:
+    """Return the error of a rank that others go on without."""
+    return PeerError(
+        f"{operation} (call {epoch}): ranks {list(ranks)} have masked this one and go on without it; nothing came from "
+        "them, and they take nothing. They may call unmask_rank, and all ranks reset()",
+        ranks,
+    )
+
+
+def crossed(
+    operation: str, epoch: int, rank: int, other: int, other_operation: str, other_epoch: int, here: int
+) -> MismatchError:
+    """Return the error of two ranks that wait for each other in different Buffers."""
+    return MismatchError(
+        f"operation: the ranks use their Buffers in different orders: rank {rank} is in {operation} (call {epoch}) of "
+        f"this Buffer and has not left call {here} of another one, where rank {other} is in {other_operation} (call "
+        f"{other_epoch}); issue the calls of different Buffers in the same order on every rank, and reset() both"
+    )
+
+
+def never_came(epoch: int, rank: int, row: int, num_rows: int, announced: Sequence[int] | None) -> PeerError:
+    """Return the error of a row that was announced and not written."""
+    source, before = _source(row, announced)
+    return PeerError(
+        f"dispatch (call {epoch}): row {row} of {num_rows} on rank {rank} was announced and never came{source}; the "
+        f"counts by rank were {announced}. Its count lied, or its rows went elsewhere",
+        before,
+    )
+
+
+def not_announced(
+    epoch: int, rank: int, row: int, num_rows: int, announced: Sequence[int] | None
+) -> PeerError:
+    """Return the error of a row past all that were announced."""
+    return PeerError(
+        f"dispatch (call {epoch}): row {row} of rank {rank} was written, {num_rows} were announced (by rank {announced}); some "
+        " rank's count lied",
+        [],
+    )
+
+
+def _source(row: int, announced: Sequence[int] | None) -> tuple[str, list[int]]:
+    end = 0
+    for rank, count in enumerate(announced or ()):
+        end += count
+        if row < end:
+            return f" from rank {rank}", [rank]
+    return "", []
 
 
 def no_room_for_rows(epoch: int, rank: int, num_rows: int, limit: int) -> str:

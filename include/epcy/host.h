@@ -32,7 +32,7 @@ typedef struct epcy_record {
   int32_t op, dtype, layout, cached, has_weights;
   int32_t refused; /* this rank takes part without data; `text` says why */
   int32_t waits;   /* its host waits for the counts, so an overflow is refused and not clipped */
-  int32_t unused;
+  int32_t thread;  /* whose call it is, with the option `check` */
   int64_t alignment;
   uint64_t routing;       /* epoch of the dispatch that made the handle */
   int64_t num_tokens;     /* T */
@@ -60,6 +60,7 @@ typedef struct epcy_low_latency_header {
   int64_t y_offset;   /* combine: where the experts' rows lie */
   int32_t refused, unused;
   char text[EPCY_TEXT_BYTES];
+  /* followed by int32_t bases[R][L]: combine: where, at each expert, its dispatch placed the rows of each source; or -1 */
 } epcy_low_latency_header;
 enum epcy_low_latency_kind { EPCY_LOW_LATENCY_DISPATCH, EPCY_LOW_LATENCY_COMBINE, EPCY_NUM_LOW_LATENCY_KINDS };
 #define EPCY_NUM_SLOTS 2
@@ -75,8 +76,10 @@ typedef struct epcy_host {
   char **base;    /* base[r]: rank r's allocation as mapped here */
   uint64_t epoch; /* of the last call this rank entered */
   double spin_us;
-  epcy_status *page;      /* the status file, or NULL */
-  int64_t *scratch;       /* R + E numbers for the call in progress */
+  epcy_status *page; /* the status file, or NULL */
+  int64_t *scratch;  /* R + E numbers for the call in progress */
+  uint8_t *masked;   /* [R]: ranks that this one goes on without */
+  int64_t num_masked;
   struct epcy_pool *pool; /* NULL: one thread */
   int num_threads;        /* of the pool, the caller among them */
   epcy_meter *meter;      /* NULL: nothing is counted */
@@ -132,6 +135,10 @@ typedef struct epcy_low_latency_receive {
   epcy_route *routes; /* the source's own, which get their rows */
   int64_t num_tokens;
   int64_t *tokens; /* out: (R,) rows to each rank, then (R,) from each; one for each expert */
+  uint8_t *sources; /* [R] in: whose rows are wanted; out: whose came, the others' slots were given away meanwhile */
+  int32_t *bases;   /* out: (R, L) rows at each local expert before those of each source; -1: nothing came from it */
+  int32_t
+      *before; /* out: (E,) rows that this rank takes to lie before its own at each expert, if all ranks see alike */
 } epcy_low_latency_receive;
 
 /* A low-latency combine: `sum` with expert weights, rows from where the headers say. */
@@ -139,6 +146,7 @@ typedef struct epcy_low_latency_combine {
   uint64_t epoch;
   epcy_host_combine sum;
   int32_t at_source, use_logfmt;
+  const uint8_t *from; /* [R] the ranks that rows come from */
 } epcy_low_latency_combine;
 
 #ifdef __cplusplus
@@ -162,7 +170,10 @@ void epcy_host_store(epcy_host *h, int word, uint64_t value);
 void epcy_host_phase(epcy_host *h, int op, int phase);
 void epcy_host_open_call(epcy_host *h, int op); /* a call's time begins here, before its first phase */
 void epcy_host_span(epcy_host *h, int span);    /* what was done since the last span, or phase, of this call */
-/* Wait until `word` of every rank is at least `value`; at most slice_ns. */
+/* The last low-latency call that `rank` goes on in without another one; ~0: it does so still; 0: never. [R] */
+uint64_t *epcy_host_without(const epcy_host *h, int64_t rank);
+void epcy_host_mask(epcy_host *h, int64_t rank, int masked);
+/* Wait until `word` of every rank that is not masked is at least `value`; at most slice_ns. */
 int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_ns);
 
 /* dispatch.c */
@@ -181,12 +192,35 @@ epcy_low_latency_header *epcy_low_latency_header_at(const epcy_host *h, int64_t 
 /* That rank's header of this call, or NULL: it is in another call. Its `arrived` word has been seen. */
 const epcy_low_latency_header *epcy_low_latency_find(const epcy_host *h, int64_t rank, int kind, uint64_t epoch);
 void epcy_host_low_latency_send(epcy_host *h, epcy_low_latency_send *call);
-void epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive *call);
+int32_t *epcy_low_latency_bases(const epcy_host *h, int64_t rank, int kind, int slot);
+/* Give a header its call: whoever sees `arrived` finds it. */
+void epcy_low_latency_publish(epcy_low_latency_header *header, uint64_t epoch);
+/* Let nobody take a header, or what it speaks of, for that of its call any more. */
+void epcy_low_latency_invalidate(epcy_host *h, int kind, uint64_t epoch);
+/* -1, or the rank whose lists make no sense. */
+int64_t epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive *call);
 /* Copy the experts' rows (L, R * M'), of each expert the first counts[l]. */
 void epcy_host_low_latency_stage(epcy_host *h, char *to, const char *from, const int64_t *counts, int64_t row_bytes);
 
 /* combine.c */
-void epcy_host_low_latency_combine(epcy_host *h, const epcy_low_latency_combine *call);
+/* -1, or a rank that gave its rows' memory away meanwhile: the sums are worth nothing. */
+int64_t epcy_host_low_latency_combine(epcy_host *h, const epcy_low_latency_combine *call);
+
+/* masks.c: low-latency combines without some ranks. */
+typedef struct epcy_masked_routes {
+  const epcy_route *given; /* (T, K) */
+  epcy_route *routes;      /* out: rows as their owners placed them, -1: dropped */
+  int64_t num_tokens;
+  const uint8_t *from;   /* [R] the ranks that rows come from */
+  const int32_t *before; /* (E,) of the dispatch */
+  uint64_t epoch;        /* of the combine */
+  int64_t *num_dropped;  /* out: [R] lanes that were sent and do not come back */
+} epcy_masked_routes;
+/* Whether any lane is dropped or moved. */
+int epcy_host_mask_routes(const epcy_host *h, const epcy_masked_routes *call);
+/* Scale the weights of tokens that lost lanes by (sum of all) / (sum of those that are left). */
+void epcy_host_renormalize(const epcy_host *h, const epcy_route *routes, int64_t num_tokens, const float *weights,
+                           float *out);
 
 /* simd.c: casts between float32 and what travels; `level` 0 is the portable path. */
 int epcy_simd_level(void);

@@ -24,6 +24,7 @@
 #define EPCY_LINE_BYTES 128  /* two cache lines: what the adjacent-line prefetcher of x86 fetches together */
 #define EPCY_SCALE_GROUP 128 /* elements that share one FP8 scale */
 #define EPCY_NUM_AREAS 2     /* of each kind, in turn */
+#define EPCY_GUARD_BYTES 128 /* the last of each region: nothing lies there */
 
 /* What the ranks agree on when a Buffer is made. */
 typedef struct epcy_shape {
@@ -68,7 +69,7 @@ EPCY_INLINE epcy_area epcy_area_layout(const epcy_shape *s) {
   a.scales = epcy_round_up(a.payload + s->num_rows * s->row_bytes, EPCY_LINE_BYTES);
   a.topk_idx = epcy_round_up(a.scales + s->num_rows * epcy_num_scales(s->hidden) * 4, EPCY_LINE_BYTES);
   a.topk_weights = epcy_round_up(a.topk_idx + s->num_rows * s->num_topk * 8, EPCY_LINE_BYTES);
-  a.bytes = epcy_round_up(a.topk_weights + s->num_rows * s->num_topk * 4, EPCY_PAGE_BYTES);
+  a.bytes = epcy_round_up(a.topk_weights + s->num_rows * s->num_topk * 4 + EPCY_GUARD_BYTES, EPCY_PAGE_BYTES);
   return a;
 }
 
@@ -84,20 +85,22 @@ EPCY_INLINE epcy_low_latency_area epcy_low_latency_area_layout(const epcy_shape 
   a.payload = 0;
   a.scales = epcy_round_up(a.payload + rows * s->row_bytes, EPCY_LINE_BYTES);
   a.counts = epcy_round_up(a.scales + rows * epcy_num_scales(s->hidden) * 4, EPCY_LINE_BYTES);
-  a.bytes = s->num_low_latency_tokens ? epcy_round_up(a.counts + epcy_num_local_experts(s) * 8, EPCY_PAGE_BYTES) : 0;
+  const int64_t end = a.counts + epcy_num_local_experts(s) * 8 + EPCY_GUARD_BYTES;
+  a.bytes = s->num_low_latency_tokens ? epcy_round_up(end, EPCY_PAGE_BYTES) : 0;
   return a;
 }
 
 EPCY_INLINE int64_t epcy_low_latency_area_bytes(const epcy_shape *s) { return epcy_low_latency_area_layout(s).bytes; }
 
 EPCY_INLINE int64_t epcy_low_latency_input_bytes(const epcy_shape *s) {
-  return epcy_round_up(epcy_num_low_latency_rows(s) * s->row_bytes, EPCY_PAGE_BYTES);
+  if (!s->num_low_latency_tokens) return 0;
+  return epcy_round_up(epcy_num_low_latency_rows(s) * s->row_bytes + EPCY_GUARD_BYTES, EPCY_PAGE_BYTES);
 }
 
 EPCY_INLINE epcy_heap epcy_heap_layout(const epcy_shape *s, int64_t control_bytes) {
   epcy_heap h;
   const int64_t area = epcy_area_layout(s).bytes;
-  int64_t at = epcy_round_up(control_bytes, EPCY_PAGE_BYTES);
+  int64_t at = epcy_round_up(control_bytes + EPCY_GUARD_BYTES, EPCY_PAGE_BYTES);
   h.control = 0;
   for (int i = 0; i < EPCY_NUM_AREAS; i++, at += area) h.receive[i] = at;
   for (int i = 0; i < EPCY_NUM_AREAS; i++, at += area) h.combine[i] = at;

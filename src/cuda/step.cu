@@ -48,7 +48,12 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
     const epcy_low_latency_local *own = (const epcy_low_latency_local *)(p.base[p.rank] + wire.local);
     most = max(most, max(own->epoch[0][0], own->epoch[1][0]));
   }
-  const uint32_t mine = most;
+  // After a timeout the same round goes on: its epochs are settled, and this rank's word tells what it said first.
+  const uint64_t said = load_word((uint64_t *)(p.base[p.rank] + p.control.resets) + p.rank);
+  const bool again = (uint32_t)(said >> 32) == round;
+  const bool settled =
+      again && (uint32_t)(load_word((uint64_t *)(p.base[p.rank] + p.control.resets) + R + p.rank) >> 32) == round;
+  const uint32_t mine = again ? (uint32_t)said : most;
   bool ok = true;
   for (int half = 0; half < 2 && ok; half++) {
     uint64_t seen = 0;
@@ -56,7 +61,7 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
       store_word_release((uint64_t *)(p.base[r] + p.control.resets) + half * R + p.rank, (uint64_t)round << 32 | mine);
       const uint64_t start = global_time_ns();
       const uint64_t *at = (const uint64_t *)(p.base[p.rank] + p.control.resets) + half * R + r;
-      while ((uint32_t)((seen = load_word_acquire(at)) >> 32) != round && ok)
+      while ((int32_t)((uint32_t)((seen = load_word_acquire(at)) >> 32) - round) < 0 && ok)
         ok = global_time_ns() - start < (uint64_t)p.timeout_ns;
       if (!ok) {
         p.report->phase = EPCY_CUDA_RESET, p.report->peer = r, p.report->epoch = mine;
@@ -64,8 +69,12 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
       }
     }
     ok = __all_sync(~0u, ok);
-    if (half == 0 && ok) {
-      most = __reduce_max_sync(~0u, r < R ? (uint32_t)seen : 0u);
+    if (half == 0 && ok && settled) {
+      if (r == 0) local->broken = 0;
+      __threadfence_system();
+      __syncwarp();
+    } else if (half == 0 && ok) { // the furthest, modulo 2^32
+      most = mine + (uint32_t)__reduce_max_sync(~0u, r < R ? (int32_t)((uint32_t)seen - mine) : INT32_MIN);
       __syncwarp();
       for (int b = r; b < EPCY_MAX_BLOCKS; b += 32) local->epoch[b] = most + 2;
       if (r == 0) local->blocks_met = 0, local->broken = 0;

@@ -11,8 +11,8 @@ struct Step {
 
   // All threads. `broken` Buffers do nothing until reset.
   EPCY_DEVICE explicit Step(const epcy_peers &peers) : p(peers), me(peers.rank), num_ranks((int)peers.shape.num_ranks) {
-    epoch = load_local(&local()->epoch[blockIdx.x]) + 1;
-    if (epoch == 0) epoch = 1;
+    const uint32_t before = load_local(&local()->epoch[blockIdx.x]);
+    epoch = before == 0xFFFFFFFFu ? 2u : before + 1; // 0 is no epoch, and each call takes the other set than the last
     stamp_begin();
   }
   EPCY_DEVICE epcy_local *local() const { return (epcy_local *)(p.base[me] + p.control.local); }

@@ -38,7 +38,7 @@ static void add_lanes(const combine_context *c, const epcy_route *routes, const 
   const int64_t num_topk = c->h->shape.num_topk;
   for (int64_t k = 0; k < num_topk; k++) lanes[k] = NULL;
   for (int64_t i = 0; i < num_topk && routes[i].rank >= 0; i++)
-    lanes[routes[i].lane] = c->rows[routes[i].rank] + routes[i].row * row_bytes;
+    if (routes[i].row >= 0) lanes[routes[i].lane] = c->rows[routes[i].rank] + routes[i].row * row_bytes;
   for (int64_t k = 0; k < num_topk; k++) {
     if (!lanes[k]) continue;
     lanes[sum->num_direct] = lanes[k];
@@ -92,12 +92,20 @@ void epcy_host_combine_rows(epcy_host *h, const epcy_host_combine *call) {
   epcy_pool_run(h->pool, combine_tokens, &c, call->num_tokens, 16);
 }
 
-void epcy_host_low_latency_combine(epcy_host *h, const epcy_low_latency_combine *call) {
+int64_t epcy_host_low_latency_combine(epcy_host *h, const epcy_low_latency_combine *call) {
   const char *rows[h->shape.num_ranks];
-  for (int64_t r = 0; r < h->shape.num_ranks; r++)
-    rows[r] = h->base[r] + epcy_low_latency_find(h, r, EPCY_LOW_LATENCY_COMBINE, call->epoch)->y_offset;
+  for (int64_t r = 0; r < h->shape.num_ranks; r++) {
+    const epcy_low_latency_header *header =
+        call->from[r] ? epcy_low_latency_find(h, r, EPCY_LOW_LATENCY_COMBINE, call->epoch) : NULL;
+    if (call->from[r] && !header) return r;
+    rows[r] = header ? h->base[r] + header->y_offset : NULL;
+  }
   const epcy_simd *simd = epcy_simd_table();
   const combine_context c = {h, &call->sum, call->at_source ? ORDER_LANES : ORDER_RANKS, rows,
                              (call->use_logfmt ? simd->sum_logfmt : simd->sum)[call->sum.dtype]};
   epcy_pool_run(h->pool, combine_tokens, &c, call->sum.num_tokens, 4);
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  for (int64_t r = 0; r < h->shape.num_ranks; r++)
+    if (call->from[r] && !epcy_low_latency_find(h, r, EPCY_LOW_LATENCY_COMBINE, call->epoch)) return r;
+  return -1;
 }

@@ -31,11 +31,27 @@ static int64_t record_bytes(const epcy_shape *s) {
   return epcy_round_up((int64_t)sizeof(epcy_record) + (s->num_ranks + s->num_experts) * 8, EPCY_LINE_BYTES);
 }
 
-static int64_t wire_at(const epcy_shape *s) { return epcy_round_up(RECORDS_AT + 2 * record_bytes(s), EPCY_PAGE_BYTES); }
+static int64_t masks_at(const epcy_shape *s) { return RECORDS_AT + 2 * record_bytes(s); }
+
+static int64_t wire_at(const epcy_shape *s) {
+  return epcy_round_up(masks_at(s) + s->num_ranks * (int64_t)sizeof(uint64_t), EPCY_PAGE_BYTES);
+}
 
 int64_t epcy_host_control_bytes(const epcy_shape *s) { return wire_at(s) + epcy_low_latency_wire_bytes(s); }
 
 char *epcy_host_wire(const epcy_host *h, int64_t rank) { return h->base[rank] + wire_at(&h->shape); }
+
+uint64_t *epcy_host_without(const epcy_host *h, int64_t rank) {
+  return (uint64_t *)(h->base[rank] + masks_at(&h->shape));
+}
+
+void epcy_host_mask(epcy_host *h, int64_t rank, int masked) {
+  if (h->masked[rank] == masked) return;
+  h->num_masked += masked ? 1 : -1;
+  h->masked[rank] = (uint8_t)masked;
+  /* That rank shall not take this one's later calls for a mistake, however far behind it is. */
+  __atomic_store_n(epcy_host_without(h, h->rank) + rank, masked ? UINT64_MAX : h->epoch, __ATOMIC_RELEASE);
+}
 
 static _Atomic uint64_t *word_at(const epcy_host *h, int64_t rank, int word) {
   return (_Atomic uint64_t *)(h->base[rank] + WORDS_AT + word * EPCY_LINE_BYTES);
@@ -136,7 +152,7 @@ static inline void pause_core(void) {
 static int any_broken(const epcy_host *h, uint64_t epoch) {
   for (int64_t r = 0; r < h->shape.num_ranks; r++) {
     const uint64_t first = epcy_host_word(h, r, EPCY_WORD_BROKEN);
-    if (first && first <= epoch) return 1;
+    if (first && first <= epoch && !h->masked[r]) return 1;
   }
   return 0;
 }
@@ -150,7 +166,7 @@ int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_n
   int64_t since = start;         /* when this rank began to wait for `next` */
   for (int64_t turn = 1;; turn++) {
     const int64_t late = next;
-    while (next < num_ranks && epcy_host_word(h, next, word) >= value) next++;
+    while (next < num_ranks && (epcy_host_word(h, next, word) >= value || h->masked[next])) next++;
     if (h->meter && turn > 1 && next > late) {
       const int64_t now = now_ns();
       epcy_meter_waited(h->meter, late, now - since);
@@ -188,7 +204,9 @@ int epcy_host_open(epcy_host *h, double spin_us, int num_threads) {
   h->pool = NULL;
   h->num_threads = 1;
   h->scratch = malloc(sizeof(int64_t) * (size_t)(h->shape.num_ranks + h->shape.num_experts));
-  if (!h->scratch) return ENOMEM;
+  h->masked = calloc((size_t)h->shape.num_ranks, 1);
+  h->num_masked = 0;
+  if (!h->scratch || !h->masked) return ENOMEM;
   memset(h->base[h->rank], 0, (size_t)wire_at(&h->shape));
   for (int i = 0; h->shape.num_low_latency_tokens && i < EPCY_NUM_LOW_LATENCY_KINDS * EPCY_NUM_SLOTS; i++)
     memset(epcy_low_latency_header_at(h, h->rank, i / EPCY_NUM_SLOTS, i % EPCY_NUM_SLOTS), 0,
@@ -212,6 +230,8 @@ int epcy_host_use_threads(epcy_host *h, int num_threads) {
 void epcy_host_close(epcy_host *h) {
   epcy_pool_close(h->pool);
   free(h->scratch);
+  free(h->masked);
+  h->masked = NULL;
   h->pool = NULL;
   h->scratch = NULL;
 }

@@ -19,7 +19,9 @@ typedef struct slot_layout {
   int64_t rows, scales, bytes;
 } slot_layout;
 
-static int64_t header_bytes(void) { return epcy_round_up((int64_t)sizeof(epcy_low_latency_header), EPCY_LINE_BYTES); }
+static int64_t header_bytes(const epcy_shape *s) {
+  return epcy_round_up((int64_t)sizeof(epcy_low_latency_header) + s->num_experts * 4, EPCY_LINE_BYTES);
+}
 
 static slot_layout layout_of(const epcy_shape *s) {
   const int64_t tokens = s->num_low_latency_tokens;
@@ -32,14 +34,15 @@ static slot_layout layout_of(const epcy_shape *s) {
   return l;
 }
 
-static int64_t slots_at(void) { return EPCY_NUM_LOW_LATENCY_KINDS * EPCY_NUM_SLOTS * header_bytes(); }
+static int64_t slots_at(const epcy_shape *s) { return EPCY_NUM_LOW_LATENCY_KINDS * EPCY_NUM_SLOTS * header_bytes(s); }
 
 int64_t epcy_low_latency_wire_bytes(const epcy_shape *s) {
-  return s->num_low_latency_tokens ? slots_at() + EPCY_NUM_SLOTS * layout_of(s).bytes : 0;
+  return s->num_low_latency_tokens ? slots_at(s) + EPCY_NUM_SLOTS * layout_of(s).bytes : 0;
 }
 
 epcy_low_latency_header *epcy_low_latency_header_at(const epcy_host *h, int64_t rank, int kind, int slot) {
-  return (epcy_low_latency_header *)(epcy_host_wire(h, rank) + (kind * EPCY_NUM_SLOTS + slot) * header_bytes());
+  return (epcy_low_latency_header *)(epcy_host_wire(h, rank) +
+                                     (kind * EPCY_NUM_SLOTS + slot) * header_bytes(&h->shape));
 }
 
 static int find_slot(const epcy_host *h, int64_t rank, int kind, uint64_t epoch) {
@@ -55,8 +58,24 @@ const epcy_low_latency_header *epcy_low_latency_find(const epcy_host *h, int64_t
   return slot < 0 ? NULL : epcy_low_latency_header_at(h, rank, kind, slot);
 }
 
+int32_t *epcy_low_latency_bases(const epcy_host *h, int64_t rank, int kind, int slot) {
+  return (int32_t *)(epcy_low_latency_header_at(h, rank, kind, slot) + 1);
+}
+
+void epcy_low_latency_publish(epcy_low_latency_header *header, uint64_t epoch) {
+  __atomic_store_n(&header->epoch, epoch, __ATOMIC_RELAXED); /* others look at it at any time, for another call */
+}
+
+/* A rank that is masked here may be reading all the same: it looks at the epoch again when it has read. */
+void epcy_low_latency_invalidate(epcy_host *h, int kind, uint64_t epoch) {
+  const int slot = find_slot(h, h->rank, kind, epoch);
+  if (slot < 0) return;
+  __atomic_store_n(&epcy_low_latency_header_at(h, h->rank, kind, slot)->epoch, 0, __ATOMIC_RELAXED);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
 static char *slot_at(const epcy_host *h, int64_t rank, int slot) {
-  return epcy_host_wire(h, rank) + slots_at() + slot * layout_of(&h->shape).bytes;
+  return epcy_host_wire(h, rank) + slots_at(&h->shape) + slot * layout_of(&h->shape).bytes;
 }
 
 /* Which tokens go to which expert, an expert that a token names twice once; routes get ordinals for rows. */
@@ -76,13 +95,17 @@ static void count_tokens(const epcy_host *h, epcy_low_latency_send *call, int32_
         if (expert != -1 && call->bad.num_bad++ == 0) call->bad.token = t, call->bad.lane = k, call->bad.value = expert;
         continue;
       }
-      if (last[expert] != t) firsts[expert + 1]++;
-      last[expert] = t;
       epcy_route route = {0};
       route.rank = (int32_t)epcy_rank_of_expert(expert, num_local);
       route.lane = (int32_t)k;
       route.local_expert = (int32_t)epcy_local_expert(expert, num_local);
-      route.row = firsts[expert + 1] - 1;
+      if (h->masked[route.rank]) {
+        route.row = -1;
+      } else {
+        if (last[expert] != t) firsts[expert + 1]++;
+        last[expert] = t;
+        route.row = firsts[expert + 1] - 1;
+      }
       insert_route(routes, used++, route);
     }
     for (int64_t i = used; i < num_topk; i++) routes[i] = (epcy_route){.rank = -1, .lane = -1, .row = -1};
@@ -91,7 +114,8 @@ static void count_tokens(const epcy_host *h, epcy_low_latency_send *call, int32_
   for (int64_t t = 0; t < call->num_tokens; t++) {
     const epcy_route *routes = call->routes + t * num_topk;
     for (int64_t i = 0; i < num_topk && routes[i].rank >= 0; i++)
-      tokens[firsts[routes[i].rank * num_local + routes[i].local_expert] + routes[i].row] = (int32_t)t;
+      if (routes[i].row >= 0)
+        tokens[firsts[routes[i].rank * num_local + routes[i].local_expert] + routes[i].row] = (int32_t)t;
   }
 }
 
@@ -158,7 +182,7 @@ static int64_t group_of(const int64_t *starts, int64_t num_groups, int64_t row) 
 typedef struct receive_context {
   const epcy_host *h;
   const epcy_low_latency_receive *call;
-  char *const *slots;    /* of each rank */
+  char *const *slots;    /* of each rank; NULL: nothing comes from it */
   const int64_t *starts; /* (L * R + 1): rows before those of (local expert, source) */
   slot_layout layout;
 } receive_context;
@@ -177,12 +201,14 @@ static void receive_rows(const void *context, int64_t begin, int64_t end) {
   int64_t group = group_of(c->starts, num_local * num_ranks, begin);
   for (int64_t i = begin; i < end; group++) {
     const int64_t expert = group / num_ranks, source = group % num_ranks;
+    const int64_t stop = c->starts[group + 1] < end ? c->starts[group + 1] : end;
+    if (stop <= i) continue;
     const char *slot = c->slots[source];
     const int32_t *tokens =
         (const int32_t *)(slot + c->layout.tokens) + firsts_of(c, source)[c->h->rank * num_local + expert];
-    const int64_t stop = c->starts[group + 1] < end ? c->starts[group + 1] : end;
     for (; i < stop; i++) {
       const int64_t token = tokens[i - c->starts[group]], at = expert * room + i - c->starts[expert * num_ranks];
+      if ((uint64_t)token >= (uint64_t)s->num_low_latency_tokens) continue; /* torn: the epoch will tell */
       memcpy(call->payload + at * call->row_bytes, slot + c->layout.rows + token * call->row_bytes,
              (size_t)call->row_bytes);
       if (call->scales)
@@ -195,7 +221,8 @@ static void receive_rows(const void *context, int64_t begin, int64_t end) {
 /* The rows of expert e that come from ranks before this one. */
 static int64_t rows_before(const receive_context *c, int64_t e) {
   int64_t rows = 0;
-  for (int64_t s = 0; s < c->h->rank; s++) rows += firsts_of(c, s)[e + 1] - firsts_of(c, s)[e];
+  for (int64_t s = 0; s < c->h->rank; s++)
+    if (c->slots[s]) rows += firsts_of(c, s)[e + 1] - firsts_of(c, s)[e];
   return rows;
 }
 
@@ -204,38 +231,75 @@ static void place_routes(const receive_context *c) {
   const epcy_shape *s = &c->h->shape;
   const int64_t num_routes = c->call->num_tokens * s->num_topk, num_local = epcy_num_local_experts(s);
   const int64_t room = s->num_ranks * s->num_low_latency_tokens;
-  int64_t *before = num_routes < s->num_experts ? NULL : c->h->scratch;
-  for (int64_t e = 0; before && e < s->num_experts; e++) before[e] = rows_before(c, e);
   for (int64_t i = 0; i < num_routes; i++) {
     epcy_route *route = &c->call->routes[i];
-    if (route->rank < 0) continue;
+    if (route->rank < 0 || route->row < 0) continue;
     const int64_t e = route->rank * num_local + route->local_expert;
-    route->row += route->local_expert * room + (before ? before[e] : rows_before(c, e));
+    route->row += route->local_expert * room + c->call->before[e];
   }
 }
 
-void epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive *call) {
+/* Whether lists can be those of a call: ascending, and no longer than there is room. */
+static int makes_sense(const epcy_shape *s, const int32_t *firsts) {
+  int sound = firsts[0] == 0 && firsts[s->num_experts] <= s->num_low_latency_tokens * s->num_topk;
+  for (int64_t e = 0; e < s->num_experts; e++) {
+    const int64_t count = (int64_t)firsts[e + 1] - firsts[e];
+    sound &= count >= 0 && count <= s->num_low_latency_tokens;
+  }
+  return sound;
+}
+
+/* Whether a source's slot still held this call after it was read. A rank that has masked this one does not wait for it:
+ * it may have taken the slot for a later call. */
+static int still_there(const epcy_host *h, int64_t source, int slot, uint64_t epoch) {
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  return __atomic_load_n(&epcy_low_latency_header_at(h, source, EPCY_LOW_LATENCY_DISPATCH, slot)->epoch,
+                         __ATOMIC_RELAXED) == epoch;
+}
+
+int64_t epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_receive *call) {
   const int64_t num_ranks = h->shape.num_ranks, num_local = epcy_num_local_experts(&h->shape);
   char *slots[num_ranks];
+  int which[num_ranks];
   int64_t *starts = h->scratch; /* R + E numbers: one more than L * R at least */
   const receive_context c = {h, call, slots, starts, layout_of(&h->shape)};
-  for (int64_t s = 0; s < num_ranks; s++)
-    slots[s] = slot_at(h, s, find_slot(h, s, EPCY_LOW_LATENCY_DISPATCH, call->epoch));
-  starts[0] = 0;
-  for (int64_t l = 0; l < num_local; l++) {
+  for (int64_t lost = 0; lost >= 0;) { /* once more without a rank that was lost; what is left is fewer each time */
+    starts[0] = 0;
     for (int64_t s = 0; s < num_ranks; s++) {
-      const int32_t *first = firsts_of(&c, s) + h->rank * num_local + l;
-      starts[l * num_ranks + s + 1] = starts[l * num_ranks + s] + first[1] - first[0];
+      which[s] = call->sources[s] ? find_slot(h, s, EPCY_LOW_LATENCY_DISPATCH, call->epoch) : -1;
+      slots[s] = which[s] < 0 ? NULL : slot_at(h, s, which[s]);
+      if (slots[s] && !makes_sense(&h->shape, firsts_of(&c, s))) {
+        if (still_there(h, s, which[s], call->epoch)) return s;
+        slots[s] = NULL;
+      }
+      call->sources[s] = slots[s] != NULL;
     }
-    call->counts[l] = starts[(l + 1) * num_ranks] - starts[l * num_ranks];
+    for (int64_t l = 0; l < num_local; l++) {
+      for (int64_t s = 0; s < num_ranks; s++) {
+        const int32_t *first = slots[s] ? firsts_of(&c, s) + h->rank * num_local + l : NULL;
+        int64_t count = first ? first[1] - first[0] : 0;
+        if (count < 0 || count > h->shape.num_low_latency_tokens) count = 0; /* changed since: the epoch will tell */
+        starts[l * num_ranks + s + 1] = starts[l * num_ranks + s] + count;
+      }
+      call->counts[l] = starts[(l + 1) * num_ranks] - starts[l * num_ranks];
+    }
+    epcy_pool_run(h->pool, receive_rows, &c, starts[num_local * num_ranks], 16);
+    for (int64_t s = 0; s < num_ranks; s++)
+      for (int64_t l = 0; l < num_local; l++)
+        call->bases[s * num_local + l] = slots[s] ? (int32_t)(starts[l * num_ranks + s] - starts[l * num_ranks]) : -1;
+    for (int64_t e = 0; e < h->shape.num_experts; e++) call->before[e] = (int32_t)rows_before(&c, e);
+    lost = -1;
+    for (int64_t s = 0; s < num_ranks; s++)
+      if (slots[s] && !still_there(h, s, which[s], call->epoch)) call->sources[lost = s] = 0;
   }
   for (int64_t r = 0; r < num_ranks; r++) {
-    const int32_t *to = firsts_of(&c, h->rank) + r * num_local, *from = firsts_of(&c, r) + h->rank * num_local;
-    call->tokens[r] = to[num_local] - to[0];
-    call->tokens[num_ranks + r] = from[num_local] - from[0];
+    const int32_t *to = slots[h->rank] ? firsts_of(&c, h->rank) + r * num_local : NULL,
+                  *from = slots[r] ? firsts_of(&c, r) + h->rank * num_local : NULL;
+    call->tokens[r] = to ? to[num_local] - to[0] : 0;
+    call->tokens[num_ranks + r] = from ? from[num_local] - from[0] : 0;
   }
-  epcy_pool_run(h->pool, receive_rows, &c, starts[num_local * num_ranks], 16);
   place_routes(&c);
+  return -1;
 }
 
 typedef struct stage_context {

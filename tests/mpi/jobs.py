@@ -2,25 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from types import SimpleNamespace
 
-
-def guard():
-    """Run this program again as a child, and hide a kill of it from the launcher, which would kill the others too."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's launcher tells of an abnormal end by it
-    start = time.monotonic()
-    code = subprocess.call(
-        [sys.executable, *sys.argv], env={**os.environ, "EPCY_JOB": "child"}, close_fds=False
-    )
-    sys.stdout.write(f"ended with {code} after {time.monotonic() - start:.1f} s\n")
-    sys.stdout.flush()
-    time.sleep(8 if code < 0 else 0)
-    sys.exit(abs(code))
-
+from guard import guard
 
 if sys.argv[1] == "killed" and "EPCY_JOB" not in os.environ:
     guard()

@@ -8,6 +8,8 @@ import sys
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from epcy import status
 from epcy.errors import ArgumentError
@@ -100,3 +102,18 @@ def test_pages_of_ended_processes_go(tmp_path):
     (folder / "notes").write_text("mine")
     assert [one.pid for one in status.read_all(str(folder))] == [os.getpid()]
     assert sorted(os.listdir(folder)) == sorted([f"{os.getpid()}-0-1", "notes"])
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    data=st.binary(max_size=200),
+    changes=st.lists(st.tuples(st.integers(0, 111), st.integers(0, 255)), max_size=6),
+)
+def test_any_bytes(data, changes):
+    """A page of anybody's bytes is a status or none, and can be shown; it never raises."""
+    whole = bytearray(page())
+    for at, value in changes:
+        whole[at] = value
+    for raw in (data, bytes(whole), bytes(whole)[: len(data)], page()[:24] + data):
+        found = status.parse(raw)
+        assert found is None or (str(found) and found.age >= 0)

@@ -1,0 +1,19 @@
+from epcy.backends.base cimport Backend
+from epcy.low_latency_checks cimport LowLatencyChecker
+
+
+cdef class BufferState:
+    """What every call of a Buffer looks at first: whether it may be made now, and how long it may wait."""
+
+    cdef readonly int rank
+    cdef readonly object xp
+    cdef Backend _backend                   # None before it is made and after free()
+    cdef LowLatencyChecker _checker         # of the arguments
+    cdef int _pid                           # of the process that made it
+    cdef bint _busy                         # a call is in progress (in some thread)
+    cdef bint _freed
+
+    cdef int enter(self, str name) except -1
+    cdef int leave(self) except -1
+    cdef int limit(self, timeout) except -1
+    cdef int other_rank(self, rank) except -1
