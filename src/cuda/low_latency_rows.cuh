@@ -28,9 +28,9 @@ template <int Dtype> struct Sum {
 
 // The lanes of a token, a lane each; a whole warp.
 struct Lanes {
-  int row;         // here, or -1
-  float weight;    // of the row; on the way home with reduction="source" of the lane, wherever its row is
-  uint32_t others; // on the way home: ranks that hold rows of the token; by source as in the handle's lanes
+  int row;               // here, or -1
+  float weight;          // of the row; on the way home with reduction="source" of the lane, wherever its row is
+  uint32_t others;       // on the way home: ranks that hold rows of the token; by source as in the handle's lanes
   unsigned here, brings; // lanes with a row; those that name an expert first
 
   EPCY_DEVICE static int place(const epcy_low_latency_call &c, int source, int t) { // of the lane in the handle
