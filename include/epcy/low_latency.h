@@ -143,9 +143,9 @@ typedef struct epcy_low_latency_dispatch {
   const void *topk_idx;
   const float *topk_weights; /* NULL, or (T, K) */
   char *recv_x;
-  uint32_t *recv_scales; /* NULL, or float32 or ue8m0 */
-  int64_t *recv_count;   /* (L,) */
-  void *stats;           /* NULL, or (L,) */
+  uint32_t *recv_scales;                                     /* NULL, or float32 or ue8m0 */
+  int64_t *recv_count;                                       /* (L,) */
+  void *stats;                                               /* NULL, or (L,) */
   int32_t is_int64, stats_is_int64, num_scales, part_scales; /* scales of a row, of a part */
   epcy_low_latency_call call;
 } epcy_low_latency_dispatch;

@@ -79,9 +79,7 @@ struct LowLatency {
   }
 
   // ---- where things lie
-  EPCY_DEVICE uint32_t slot(int from, int token) const {
-    return (set() * c.num_ranks + from) * c.max_tokens + token;
-  }
+  EPCY_DEVICE uint32_t slot(int from, int token) const { return (set() * c.num_ranks + from) * c.max_tokens + token; }
   EPCY_DEVICE ulonglong2 *header(int on, int from) const {
     return (ulonglong2 *)(c.peers.base[on] + c.wire.headers) + ((kind * 2 + set()) * c.num_ranks + from);
   }
@@ -199,7 +197,8 @@ EPCY_DEVICE int LowLatency::gather(ulonglong2 seen, int *tokens) const {
     seen = look_for_headers();
   }
   *tokens = lane == c.rank ? c.num_tokens : has_peer() ? (int)(uint32_t)seen.x : 0;
-  const uint32_t differs = has_peer() ? ((uint32_t)seen.y ^ c.header) & (EPCY_HEADER_COMPARED | EPCY_HEADER_REFUSED) : 0;
+  const uint32_t differs =
+      has_peer() ? ((uint32_t)seen.y ^ c.header) & (EPCY_HEADER_COMPARED | EPCY_HEADER_REFUSED) : 0;
   if (!EPCY_RARELY(__any_sync(~0u, differs))) return EPCY_VERDICT_OK;
   return __any_sync(~0u, differs & EPCY_HEADER_REFUSED) ? EPCY_VERDICT_REFUSED : EPCY_VERDICT_MISMATCH;
 }

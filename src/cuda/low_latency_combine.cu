@@ -107,12 +107,15 @@ auto kernel_of(int dtype) {
                           : combine_tokens<kFp32, Format, Reduction, Fast>;
 }
 auto kernel_of(int dtype, int phases, int num_ranks, uint32_t header) {
-  const bool fast = phases == (EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE) && !(header & EPCY_LOW_LATENCY_WEIGHTS);
+  const bool fast =
+      phases == (EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE) && !(header & EPCY_LOW_LATENCY_WEIGHTS);
   const bool by_source = header & EPCY_LOW_LATENCY_SOURCE;
   if (header & EPCY_LOW_LATENCY_LOGFMT)
     return by_source ? kernel_of<false, LogRows, BySource>(dtype) : kernel_of<false, LogRows, ByRank>(dtype);
-  if (by_source) return fast ? kernel_of<true, PlainRows, BySource>(dtype) : kernel_of<false, PlainRows, BySource>(dtype);
-  return fast && num_ranks == 2 ? kernel_of<true, PlainRows, ByRank>(dtype) : kernel_of<false, PlainRows, ByRank>(dtype);
+  if (by_source)
+    return fast ? kernel_of<true, PlainRows, BySource>(dtype) : kernel_of<false, PlainRows, BySource>(dtype);
+  return fast && num_ranks == 2 ? kernel_of<true, PlainRows, ByRank>(dtype)
+                                : kernel_of<false, PlainRows, ByRank>(dtype);
 }
 
 } // namespace

@@ -86,7 +86,8 @@ __device__ __noinline__ void tell_bad(const epcy_low_latency_dispatch &a, uint32
 
 // All threads: send this block's items; the first one's own copy goes to *own if `Keeps`. False: gave up. `hist`: [2][E].
 template <int From, bool Keeps>
-EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, Shared &shared, int *hist, Arrival *own) {
+EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, Shared &shared, int *hist,
+                      Arrival *own) {
   const epcy_low_latency_call &c = a.call;
   const int lane = s.lane, warp = threadIdx.x >> 5, b = blockIdx.x, G = gridDim.x;
   const int K = c.num_topk, E = c.num_experts, P = (int)c.num_parts.by, T = c.num_tokens, items = T * P;

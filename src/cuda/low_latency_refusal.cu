@@ -8,8 +8,8 @@ struct Text {
   char bytes[EPCY_CUDA_TEXT_BYTES];
 };
 
-__global__ void __launch_bounds__(kThreads, 1) refuse(const __grid_constant__ epcy_low_latency_call call, int kind,
-                                                      const __grid_constant__ Text text) {
+__global__ void __launch_bounds__(kThreads, 1)
+    refuse(const __grid_constant__ epcy_low_latency_call call, int kind, const __grid_constant__ Text text) {
   const LowLatency s(call, kind, nullptr);
   if (__syncthreads_or(s.is_broken())) return;
   const bool first_warp = threadIdx.x < 32;

@@ -2,7 +2,7 @@
 #pragma once
 #include "row_format.cuh"
 
-constexpr int kRows = 8;  // rows whose loads are in flight together
+constexpr int kRows = 8; // rows whose loads are in flight together
 
 // Whether ranks give weights to this call: not whether this one has an array, which without tokens may be at no address.
 EPCY_DEVICE bool gives_weights(const epcy_low_latency_combine &a) { return a.call.header & EPCY_LOW_LATENCY_WEIGHTS; }
@@ -28,9 +28,9 @@ template <int Dtype> struct Sum {
 
 // The lanes of a token, a lane each; a whole warp.
 struct Lanes {
-  int row;         // here, or -1
-  float weight;    // of the row; on the way home with reduction="source" of the lane, wherever its row is
-  uint32_t others; // on the way home: ranks that hold rows of the token; with reduction="source" as in the handle's lanes
+  int row;               // here, or -1
+  float weight;          // of the row; on the way home with reduction="source" of the lane, wherever its row is
+  uint32_t others;       // on the way home: ranks that hold rows of the token; by source as in the handle's lanes
   unsigned here, brings; // lanes with a row; those that name an expert first
 
   EPCY_DEVICE static int place(const epcy_low_latency_call &c, int source, int t) { // of the lane in the handle
@@ -44,8 +44,7 @@ struct Lanes {
     row = load_early(c.handle.rows + at), weight = load_early(c.handle.weights + at);
   }
   // Those of a token of this rank.
-  template <bool BySource>
-  EPCY_DEVICE void load_own(const epcy_low_latency_call &c, const float *weights, int t) {
+  template <bool BySource> EPCY_DEVICE void load_own(const epcy_low_latency_call &c, const float *weights, int t) {
     const int lane = threadIdx.x & 31, K = c.num_topk, at = t * K + lane;
     row = -1, weight = 1.0f, others = kNowhere;
     if (!BySource) others = load_early(c.handle.ranks + t);

@@ -116,8 +116,8 @@ template <int Dtype, typename Rows, bool Pair> struct ByRank {
     return true;
   }
   // A whole warp: its part of a token of this rank; `own` is this rank's sum if `keeps`. False: gave up.
-  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &, const Lanes &, int t, const Rows &rows,
-                           bool keeps, const uint4 &own, uint4 *out) {
+  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &, const Lanes &, int t,
+                           const Rows &rows, bool keeps, const uint4 &own, uint4 *out) {
     Sum<Dtype> sum;
     const unsigned wire = keeps ? ranks & ~(1u << s.c.rank) : ranks;
     if constexpr (Pair) { // 0 + a + b = 0 + b + a
@@ -170,9 +170,7 @@ template <int Dtype, typename Rows, bool> struct BySource {
     const unsigned mine = __ballot_sync(~0u, used && keeps && (int)(l.others & 255) == s.c.rank);
     const unsigned which = __ballot_sync(~0u, used);
     Sum<Dtype> sum;
-    auto where = [&](int k) {
-      return s.sum(s.c.rank, (uint32_t)t * K + (__shfl_sync(~0u, l.others, k) >> 8));
-    };
+    auto where = [&](int k) { return s.sum(s.c.rank, (uint32_t)t * K + (__shfl_sync(~0u, l.others, k) >> 8)); };
     const char *y = payload_of(a, rows);
     auto held = [&](int k) {
       const int row = __shfl_sync(~0u, l.row, k);

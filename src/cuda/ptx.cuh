@@ -54,9 +54,10 @@ EPCY_DEVICE uint4 load_early_if(bool wanted, const uint4 *p) {
 template <typename T> EPCY_DEVICE void keep(T *&p) { asm("" : "+l"(p)); }
 // One word, or two; nothing is done with them yet, which would wait for them.
 EPCY_DEVICE void load_early(bool two, const void *p, int32_t *low, int32_t *high) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.v2.s32 {%0,%1}, [%2]; @!p ld.global.nc.s32 %0, [%2];}"
-               : "=r"(*low), "=r"(*high)
-               : "l"(p), "r"((uint32_t)two));
+  asm volatile(
+      "{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.v2.s32 {%0,%1}, [%2]; @!p ld.global.nc.s32 %0, [%2];}"
+      : "=r"(*low), "=r"(*high)
+      : "l"(p), "r"((uint32_t)two));
 }
 EPCY_DEVICE int32_t load_early(const int32_t *p) {
   int32_t v;
