@@ -56,7 +56,7 @@ cdef inline epcy_shape shape_of(dict sizes):
 
 cdef inline dict region_bytes(epcy_heap heap, int64_t control_bytes):
     """Bytes of each region by name; behind the control region proper lies what low-latency rows travel through."""
-    cdef int64_t control = epcy_round_up(control_bytes, EPCY_PAGE_BYTES)
+    cdef int64_t control = epcy_round_up(control_bytes + EPCY_GUARD_BYTES, EPCY_PAGE_BYTES)
     return {"control": control, "receive": heap.combine[0] - heap.receive[0],
             "combine": heap.low_latency_x[0] - heap.combine[0],
             "low_latency": heap.bytes - heap.low_latency_x[0] + heap.receive[0] - control, "total": heap.bytes}

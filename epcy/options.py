@@ -72,8 +72,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("on_timeout", "choice", "What a low-latency call does when a rank is late, gone or dead: raise "
            "PeerTimeoutError, or mask that rank and go on without it (host backend).", default="raise",
            env="EPCY_ON_TIMEOUT", choices=("raise", "mask")),
-    Option("check", "bool", "Look for mistakes that are otherwise silent: Buffers used in another order on another rank, "
-           "bad ids (low latency: at once), writes past the ends of the Buffer's regions (canaries), rows that "
+    Option("check", "bool", "Look for mistakes that are otherwise silent: Buffers used in another order on another "
+           "rank, bad ids (low latency: at once), writes past the ends of the Buffer's regions (canaries), rows that "
            "were announced and did not come; rows that nobody wrote are NaN. Costs time and touches all memory.",
            default=False, env="EPCY_CHECK"),
     Option("faults", "str", "Faults on purpose, to try a job against them: `epcy.faults` describes them. Host backend; "

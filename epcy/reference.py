@@ -406,7 +406,7 @@ def low_latency_dispatch(
 
 def _without(idx: Array, source: int, masked: Sequence[Collection[int]], num_local: int) -> Array:
     """Return topk_idx with -1 for the lanes that a mask drops."""
-    kept = idx.copy()
+    kept: Array = idx.copy()
     for rank in range(len(masked)):
         if rank in masked[source] or source in masked[rank]:
             kept[idx // num_local == rank] = -1

@@ -35,6 +35,6 @@ class Inspection:
             guard[...] = CANARY
             raise StateError(
                 f"{operation}: something wrote past the end of {name} of rank {self.rank}: {count} of {len(guard)} "
-                f"guard bytes changed, the first {first} bytes behind the end, to {value:#04x}; look for code that writes to "
-                "arrays of this Buffer beyond their length"
+                f"guard bytes changed, the first {first} bytes behind the end, to {value:#04x}; look for code that "
+                "writes to arrays of this Buffer beyond their length"
             )

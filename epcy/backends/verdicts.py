@@ -194,8 +194,8 @@ def not_announced(
 ) -> PeerError:
     """Return the error of a row past all that were announced."""
     return PeerError(
-        f"dispatch (call {epoch}): row {row} of rank {rank} was written, {num_rows} were announced (by rank {announced}); some "
-        " rank's count lied",
+        f"dispatch (call {epoch}): row {row} of rank {rank} was written, {num_rows} were announced (by rank "
+        f"{announced}); some rank's count lied",
         [],
     )
 

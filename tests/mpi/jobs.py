@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from guard import guard
 
-if sys.argv[1] == "killed" and "EPCY_JOB" not in os.environ:
+if sys.argv[1] in ("killed", "goes_on") and "EPCY_JOB" not in os.environ:
     guard()
 
 import mpi4py  # noqa: E402
@@ -63,6 +63,27 @@ def killed():
     say("state:", bool(buf))
     buf.free()
     say(f"rank {COMM.rank} left")
+
+
+def goes_on():
+    """The last rank is killed in mid-job; the others go on without it, and count what they lose."""
+    fault = f"kill:rank={COMM.size - 1},operation=low_latency_dispatch,phase=data,call=3"
+    buf = buffer(timeout=5, on_timeout="mask", faults=fault)
+    x, idx = np.full((4, 64), 1 + buf.rank, np.float16), np.arange(4)[:, None] % COMM.size
+    start, lost = time.monotonic(), 0
+    for turn in range(30):
+        recv_x, count, handle, _, _ = buf.low_latency_dispatch(x, idx, use_fp8=False)
+        alive = COMM.size - (turn >= 2)
+        mine = int((idx == buf.rank).sum())
+        assert count[0] == mine * alive and (recv_x[0, :mine] == 1).all(), (turn, count)
+        z, _, _ = buf.low_latency_combine(recv_x, None, None, handle)
+        gone = (idx[:, 0] == COMM.size - 1) & (alive < COMM.size)
+        assert (z == np.where(gone[:, None], 0, x)).all(), turn
+        lost += int(gone.sum())
+    assert buf.num_lanes_not_sent[-1] + buf.num_lanes_not_returned[-1] == lost
+    say(f"rank {COMM.rank}: masked {buf.masked_ranks()}, lost {lost}, {time.monotonic() - start:.2f} s")
+    buf.free()
+    os._exit(0)  # MPI_Finalize would wait for the dead
 
 
 def interrupted():

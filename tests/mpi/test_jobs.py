@@ -49,6 +49,14 @@ def test_c11_killed_rank(mode):
     assert len(ends) == 2 and max(ends) < 8, told
 
 
+def test_goes_on_without_a_killed_rank():
+    done, told, took = run("goes_on", 3, mode="low_latency", options=("-disable-auto-cleanup",))
+    assert took < 25, told
+    for rank in range(2):
+        line = next((one for one in done.stdout.splitlines() if one.startswith(f"rank {rank}: masked")), told)
+        assert "masked (2,), lost 28," in line and float(re.search(r"([\d.]+) s$", line)[1]) < 4, line
+
+
 @MODES
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_c15_interrupt(num_ranks, mode):

@@ -14,8 +14,9 @@ from mpi import low_latency_cases as low_latency
 from mpi.cases import check_combine, check_dispatch, draw, mine, raised
 from parallel import given
 
-CALLS = ["dispatch", "cached", "worst", "combine", "barrier", "low_latency", "two_hooks", "hook_out_of_turn", "third_send",
-         "bad_argument", "bad_id", "mismatch", "too_many", "reset", "late", "fresh", "use_after_free", "stale_result"]  # fmt: skip
+CALLS = ["dispatch", "cached", "worst", "combine", "barrier", "low_latency", "two_hooks", "hook_out_of_turn",
+         "third_send", "bad_argument", "bad_id", "mismatch", "too_many", "reset", "late", "fresh", "use_after_free",
+         "stale_result"]  # fmt: skip
 
 
 class Player:

@@ -5,6 +5,8 @@ import pytest
 import epcy
 from epcy.errors import ArgumentError
 
+GUARD = 128  # the last bytes of each region, for canaries
+
 
 def up(value, multiple):
     return -(-value // multiple) * multiple
@@ -32,7 +34,7 @@ def test_areas(num_ranks, most, hidden, local, num_topk, dtype, itemsize, given_
     area = up(rows * hidden * itemsize, 128)
     area = up(area + rows * -(-hidden // 128) * 4, 128)
     area = up(area + rows * num_topk * 8, 128)
-    area = up(area + rows * num_topk * 4, 4096)
+    area = up(area + rows * num_topk * 4 + GUARD, 4096)
     assert hint["receive"] == hint["combine"] == 2 * area
     assert hint["control"] % 4096 == 0 and hint["control"] >= 2 * 8 * (num_ranks + local * num_ranks)
     assert hint["total"] == hint["control"] + 4 * area
@@ -49,8 +51,8 @@ def test_low_latency_areas():
     plain = epcy.Buffer.size_hint(8, **sizes)
     hint = epcy.Buffer.size_hint(8, low_latency_mode=True, **sizes)
     rows = 8 * 8 * 256  # L * R * M'
-    receive = up(up(up(rows * 14336, 128) + rows * 56 * 4, 128) + 8 * 8, 4096)
-    areas = 2 * (receive + up(rows * 14336, 4096))
+    receive = up(up(up(rows * 14336, 128) + rows * 56 * 4, 128) + 8 * 8 + GUARD, 4096)
+    areas = 2 * (receive + up(rows * 14336 + GUARD, 4096))
     # Slots of both calls, twice: a row of this rank's tokens, its lanes and scales.
     assert (
         plain["low_latency"] == 0 and areas + 2 * 256 * 14336 < hint["low_latency"] < areas + 2 * 256 * 16000
