@@ -134,7 +134,7 @@ typedef struct epcy_low_latency_receive {
   int64_t row_bytes, scale_bytes;
   epcy_route *routes; /* the source's own, which get their rows */
   int64_t num_tokens;
-  int64_t *tokens; /* out: (R,) rows to each rank, then (R,) from each; one for each expert */
+  int64_t *tokens;  /* out: (R,) rows to each rank, then (R,) from each; one for each expert */
   uint8_t *sources; /* [R] in: whose rows are wanted; out: whose came, the others' slots were given away meanwhile */
   int32_t *bases;   /* out: (R, L) rows at each local expert before those of each source; -1: nothing came from it */
   int32_t

@@ -213,8 +213,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     if (role.d == s.me && role.j == 0 && moves)
-      count_received(s, a.routing, a.cached ? (int)*a.routing.num_recv : counts.total, EPCY_HEADER_AREA((uint32_t)a.header), a.cached, me,
-                     kOthers);
+      count_received(s, a.routing, a.cached ? (int)*a.routing.num_recv : counts.total,
+                     EPCY_HEADER_AREA((uint32_t)a.header), a.cached, me, kOthers);
 #pragma unroll 1
     for (int k = 0, base = share.base; moves && k < share.num_pieces; base += share.n[k++]) {
       const int room = (int)limit - base, n = share.n[k] < room ? share.n[k] : room > 0 ? room : 0;
