@@ -71,7 +71,7 @@ cdef class NvshmemBackend(Backend):
     cdef int wait_report(self, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, str op) except -1
     cdef int launch_step(self, uint32_t header, bytes text, uint32_t ticket, uintptr_t stream) except -1
     cdef int settle(self, str op) except -1
-    cdef int leave(self) noexcept
+    cdef int tell_gone(self) noexcept
     cdef object reported(self)
     cdef object late_error(self)
     cdef object late_ranks(self)

@@ -609,9 +609,9 @@ cdef class NvshmemBackend(Backend):
         cdef epcy_local *local = NULL
         self.broken = True
         epcy_cuda_put(self.start + self.peers.control.local + <int64_t>&local.broken, &one, 4)
-        self.leave()
+        self.tell_gone()
 
-    cdef int leave(self) noexcept:
+    cdef int tell_gone(self) noexcept:
         """Tell the other ranks' kernels that they need not wait for this one."""
         cdef uint32_t one = 1
         cdef int rank
@@ -772,7 +772,7 @@ cdef class NvshmemBackend(Backend):
         cdef int previous = 0
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            self.leave()
+            self.tell_gone()
             self.settle("reset")
             self.late_error()
             self.one_reset()
@@ -812,7 +812,7 @@ cdef class NvshmemBackend(Backend):
                 if self.counters is not None:
                     self.counters.close()
                 if not agreed:
-                    self.leave()
+                    self.tell_gone()
                 self.close_areas()
                 self.alive, self.captured = [], []
             if agreed and not MPI.Is_finalized():

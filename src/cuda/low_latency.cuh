@@ -43,10 +43,16 @@ EPCY_DEVICE int quotient(int n, const epcy_divisor &d) {
 
 // One thread: its wait has lasted too long. Called where a warp leaves its wait for good: a call from which the ordinary
 // way goes on would cost registers there.
+// Whether a rank has left its calls, in this rank's memory.
+EPCY_DEVICE uint32_t *left_word(const epcy_low_latency_call &c, int on, int from) {
+  return (uint32_t *)(c.peers.base[on] + c.peers.control.left) + from;
+}
 static __device__ __noinline__ void expire(const epcy_low_latency_call &c, uint32_t epoch, int phase, int peer,
                                            uint64_t seen) {
   if (atomicCAS(c.broken, 0u, 1u) != 0) return; // somebody else has told
+  for (int q = 0; q < (int)c.peers.shape.num_ranks; q++) *(volatile uint32_t *)left_word(c, q, c.peers.rank) = 1;
   epcy_report *r = c.peers.report;
+  r->gone = load_local(left_word(c, c.peers.rank, peer));
   r->phase = phase, r->peer = peer, r->epoch = epoch, r->expected = (uint64_t)epoch << 32, r->seen = seen;
   r->operation = c.peers.operation;
   __threadfence_system();
@@ -171,7 +177,9 @@ struct Patience {
     if (!EPCY_RARELY((++turn & 1023) == 0)) return false;
     const uint32_t now = (uint32_t)(global_time_ns() >> 20);
     if (turn == 1024) since = now;
-    const bool late = now - since > (uint32_t)(s.c.peers.timeout_ns >> 20);
+    // What a rank sent before it left comes within a tick; more will not come.
+    const bool gone = __any_sync(~0u, waits && load_local(left_word(s.c, s.c.peers.rank, peer)) != 0);
+    const bool late = now - since > (gone ? 1u : (uint32_t)(s.c.peers.timeout_ns >> 20));
     if (!late && !s.is_broken()) return false;
     if (waits) expire(s.c, s.epoch, phase, peer, seen);
     return true;
