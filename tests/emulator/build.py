@@ -16,13 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Path(__file__).resolve().parent / "machine"
 KERNELS = sorted(p for p in (ROOT / "src/cuda").glob("*.cu") if p.name != "runtime.cu")
 
-FLAGS = "-g1 -O1 -std=c++17 -fPIC -fvisibility=hidden -fno-gnu-unique -ffp-contract=off -fno-strict-aliasing".split()
+FLAGS = "-g1 -std=c++17 -fPIC -fvisibility=hidden -fno-gnu-unique -ffp-contract=off -fno-strict-aliasing".split()
 # Each `__shared__` variable is reached by a call that the machine answers: see fibers.cpp.
 FLAGS += ["-ftls-model=global-dynamic"]
 FLAGS += {"x86_64": ["-mtls-dialect=gnu"], "aarch64": ["-mtls-dialect=trad"]}.get(platform.machine(), [])
 FLAGS += ["-DEPCY_EMULATED", f"-I{ROOT / 'include'}", f"-I{MACHINE}"]
 # Each store of a kernel is told to the machine: see memory.cpp. Nothing of the sanitizer itself is linked.
-OF_KERNELS = ["-fsanitize=thread", "--param", "tsan-distinguish-volatile=1"]
+OF_MACHINE = ["-O2", "-Wall"]
+OF_KERNELS = ["-O1", "-fsanitize=thread", "--param", "tsan-distinguish-volatile=1"]
 OF_KERNELS += ["--param", "tsan-instrument-func-entry-exit=0", "-include", "cuda_runtime.h", "-x", "c++", "-w"]
 
 
@@ -56,7 +57,7 @@ def library(arch: int = 90, extra: tuple[Path, ...] = ()) -> ctypes.CDLL:
 
         def compile_one(source: Path) -> Path:
             out = folder / f"{source.name}.o"
-            flags = [*FLAGS, f"-D__CUDA_ARCH__={arch}0", *(OF_KERNELS if source.suffix == ".cu" else ["-Wall"])]
+            flags = [*FLAGS, f"-D__CUDA_ARCH__={arch}0", *(OF_KERNELS if source.suffix == ".cu" else OF_MACHINE)]
             subprocess.run([compiler(), *flags, "-c", str(source), "-o", str(out)], check=True)
             return out
 

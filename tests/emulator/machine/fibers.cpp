@@ -109,7 +109,7 @@ static const uint64_t *meet(const char *what, unsigned mask, uint64_t value, boo
   const unsigned lane = machine.fiber->index & 31;
   if (mask != ~0u) fail("%s of a part of a warp is not emulated", what);
   if (w.live != ~0u) fail("%s of a warp some of whose threads have ended", what);
-  if (w.arrived && strcmp(w.what, what)) fail("threads of a warp meet in %s and in %s", w.what, what);
+  if (w.arrived && w.what != what && strcmp(w.what, what)) fail("threads of a warp meet in %s and in %s", w.what, what);
   const int turn = w.turn;
   w.what = what;
   w.values[turn][lane] = value;

@@ -53,8 +53,7 @@ void Block::start(Stream *of, const Launch &what, unsigned index) {
   stream = of, launch = &what, number = index, num_live = what.threads;
   static_bytes = (static_shared_bytes() + 127) / 128 * 128 + 16, shared_bytes = static_bytes + what.dynamic_bytes;
   memory.resize(shared_bytes + 256);
-  for (char &c : memory) c = (char)machine.random.state, machine.random.state += 37; // it begins with anything
-  machine.random.next();
+  memset(memory.data(), machine.random.below(256), memory.size()); // it begins with anything
   shared = memory.data() + (128 - (uintptr_t)memory.data() % 128) % 128;
   stacks = take_stacks();
   fibers.resize(what.threads), warps.resize((what.threads + 31) / 32);
