@@ -10,6 +10,7 @@ import numpy as np
 from high_throughput import OP_BARRIER, Ranks
 from high_throughput_cases import check_combine, check_dispatch, outputs
 from structs import C
+from world import FOREVER
 
 from epcy import reference
 
@@ -74,9 +75,10 @@ def failed_ranks(world: Ranks, seed: int, op: str, delays: list[int], leaves: di
     told: list[Any] = [None] * R
     checks = []
     if op.startswith("combine"):
+        timeout_ns, world.timeout_ns = world.timeout_ns, FOREVER
         got = [queue_dispatch(world, r, given) for r in range(R)]
         world.run(seed)
-        clear(world)
+        world.timeout_ns = timeout_ns
         sums = reference.combine(ys, given.routing, None if layout == "rank" else given.ws)
     for r in range(R):
         if leaves and r in leaves:
@@ -104,6 +106,7 @@ def failed_ranks(world: Ranks, seed: int, op: str, delays: list[int], leaves: di
         verdicts = world.verdicts(r, *told[r]) if told[r] else []
         if op == "barrier" and told[r]:
             verdicts = [verdicts[r]]
+        verdicts.append(world.report(r).late_verdict)
         failed.append(bool(world.report(r).expired) or C.EPCY_VERDICT_BROKEN in verdicts)
         assert failed[r] or -1 not in verdicts, f"rank {r} was told nothing"
     for r, check, args in checks:
