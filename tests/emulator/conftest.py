@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-HERE = str(Path(__file__).parent)
+from emulator import build
 
 
 @pytest.fixture(scope="session", autouse=True)
 def machine() -> None:
-    import build
-
+    """Compile everything, once."""
     reason = build.missing()
     if reason is not None:
         pytest.skip(f"the emulator needs GCC: {reason}")
-    build.library(90)
-
-
-def pytest_configure() -> None:
-    sys.path.insert(0, HERE)
-
-
-@pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    yield
+    for arch in (90, 80):
+        build.library(arch)

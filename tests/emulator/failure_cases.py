@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import draws
 import numpy as np
-from high_throughput import OP_BARRIER, Ranks
-from high_throughput_cases import check_combine, check_dispatch, outputs
-from structs import C
-from world import FOREVER
 
+from emulator import draws
+from emulator.high_throughput import OP_BARRIER, Ranks
+from emulator.high_throughput_cases import check_combine, check_dispatch, outputs
+from emulator.structs import C
+from emulator.world import FOREVER
 from epcy import reference
 
 OPS = ("dispatch", "dispatch_expert", "combine", "combine_expert", "barrier")
@@ -41,7 +41,9 @@ def inputs(rng: Any, world: Ranks, layout: str, Ts: list[int] | None = None, **o
 
 def queue_dispatch(world: Ranks, rank: int, given: Inputs, **options: Any) -> Any:
     options.setdefault("blocks", BLOCKS)
-    return world.dispatch(rank, given.xs[rank], given.idxs[rank], given.ws[rank], layout=given.layout, **options)
+    return world.dispatch(
+        rank, given.xs[rank], given.idxs[rank], given.ws[rank], layout=given.layout, **options
+    )
 
 
 def check_good_call(world: Ranks, rng: Any, seed: int, layout: str = "rank") -> None:
@@ -63,7 +65,9 @@ def clear(world: Ranks) -> None:
             bad.epoch = 0
 
 
-def failed_ranks(world: Ranks, seed: int, op: str, delays: list[int], leaves: dict[int, int] | None = None) -> list[bool]:
+def failed_ranks(
+    world: Ranks, seed: int, op: str, delays: list[int], leaves: dict[int, int] | None = None
+) -> list[bool]:
     """Run one call that rank r begins after delays[r]; ranks that were not told of a failure must have their result.
 
     `leaves`: ranks that do not call but leave their calls, and when.
@@ -96,7 +100,9 @@ def failed_ranks(world: Ranks, seed: int, op: str, delays: list[int], leaves: di
             w = None if layout == "rank" else given.ws[r]
             out = world.combine(r, got[r].handle, ys[r], w)
             checks.append((r, check_combine, (r, out, sums[r])))
-            area = world.rows(r, world.heap.combine[0], "payload", (given.routing.num_rows(r), world.H), np.float32)
+            area = world.rows(
+                r, world.heap.combine[0], "payload", (given.routing.num_rows(r), world.H), np.float32
+            )
             world.copy(r, area, np.full_like(area, np.nan))  # whoever has been told, however, goes on
         else:
             told[r] = world.step(r, OP_BARRIER)

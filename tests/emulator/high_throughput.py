@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from structs import C
-from world import FLOATS, KIND_FP8, World, pointer
+
+from emulator.structs import C
+from emulator.world import FLOATS, KIND_FP8, World, pointer
 
 OP_DISPATCH, OP_COMBINE, OP_BARRIER = 1, 2, 3
 CHUNKS = C.EPCY_MAX_CHUNKS
@@ -113,7 +114,11 @@ class Ranks(World):
             d.lane_ids, d.is_int64, d.cached = pointer(handle.lane_ids), 1, 1
         else:
             idx = self.put(rank, idx)
-            d.topk_idx, d.is_int64, d.lane_ids_out = pointer(idx), idx.dtype == np.int64, pointer(handle.lane_ids)
+            d.topk_idx, d.is_int64, d.lane_ids_out = (
+                pointer(idx),
+                idx.dtype == np.int64,
+                pointer(handle.lane_ids),
+            )
         d.limit, d.fill_to = min(handle.worst or self.shape.num_rows, 2**31 - 1), handle.worst
         header = self.header(OP_DISPATCH, kind, handle, has_weights, cached) | cached << 7 | which << 30
         header = (header | (C.EPCY_HEADER_WAITS if waits else 0)) ^ header_xor
@@ -156,8 +161,8 @@ class Ranks(World):
         """Queue a combine.
 
         Rank layout: `staging` is "area" (as from combine_input), "kernel" (copied by the staging kernel) or "engine"
-        (rows but the `own` = (base, count) ones are copied); the last two leave this rank's own rows apart. Expert layout:
-        "area" puts sums beside the rows, "over" over them.
+        (rows but the `own` = (base, count) ones are copied); the last two leave this rank's own rows apart.
+        Expert layout: "area" puts sums beside the rows, "over" over them.
         """
         c = C.epcy_cuda_combine()
         by_rank, T = handle.layout == "rank", handle.num_tokens
@@ -224,7 +229,11 @@ class Ranks(World):
         self.tickets += 1
         peers = self.peers(rank, operation=0, ticket=self.tickets)
         self.launch(
-            rank, "epcy_cuda_launch_reset", ctypes.byref(peers), ctypes.byref(self.wire), ctypes.c_uint32(round)
+            rank,
+            "epcy_cuda_launch_reset",
+            ctypes.byref(peers),
+            ctypes.byref(self.wire),
+            ctypes.c_uint32(round),
         )
         return self.keep_copy(rank, self.reports[rank]), self.tickets
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import draws
 import numpy as np
-from high_throughput import Ranks, Result
-from structs import C
-from world import FLOATS
 
+from emulator import draws
+from emulator.high_throughput import Ranks, Result
+from emulator.structs import C
+from emulator.world import FLOATS
 from epcy import reference
 
 
-def check_dispatch(world: Ranks, rank: int, got: Result, want: Any, routing: Any, *, cached: bool = False) -> None:
+def check_dispatch(
+    world: Ranks, rank: int, got: Result, want: Any, routing: Any, *, cached: bool = False
+) -> None:
     """Compare all that a dispatch leaves: rows, lanes, and what the host and the handle are told."""
     limit, came = routing.num_worst_tokens[rank], routing.num_recv_tokens[rank]
     rows = came if limit is None else min(came, limit)
@@ -92,7 +94,9 @@ def random_case(seed: int, arch: int = 90, **given: Any) -> None:
     routings, checks = [], []
 
     def blocks() -> tuple[int, int, int]:
-        return given.get("blocks") or tuple(int(v) for v in (rng.integers(1, 4), rng.integers(1, 4), rng.integers(3)))
+        return given.get("blocks") or tuple(
+            int(v) for v in (rng.integers(1, 4), rng.integers(1, 4), rng.integers(3))
+        )
 
     def pause(r: int) -> None:
         world.wait(r, int(rng.integers(0, 3)) * 50_000)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from structs import C
-from world import FLOATS, World, pointer
+
+from emulator.structs import C
+from emulator.world import FLOATS, World, pointer
 
 OP_DISPATCH, OP_COMBINE = 5, 6
 SEND, RECEIVE = C.EPCY_LOW_LATENCY_SEND, C.EPCY_LOW_LATENCY_RECEIVE
@@ -93,7 +94,11 @@ class LowLatencyRanks(World):
                   blocks=blocks)  # fmt: skip
         d.x, d.x_stride_bytes = pointer(x), self.H * x.dtype.itemsize
         d.topk_idx, d.is_int64, d.topk_weights = pointer(idx), idx.dtype == np.int64, pointer(weights)
-        d.recv_x, d.recv_scales, d.recv_count = pointer(into.recv_x), pointer(into.scales), pointer(into.count)
+        d.recv_x, d.recv_scales, d.recv_count = (
+            pointer(into.recv_x),
+            pointer(into.scales),
+            pointer(into.count),
+        )
         d.stats, d.stats_is_int64 = pointer(stats), stats is not None and stats.dtype == np.int64
         if use_fp8:
             d.num_scales, d.part_scales = self.H // group, C.EPCY_PART_BYTES // group

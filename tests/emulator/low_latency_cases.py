@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import draws
 import numpy as np
-from low_latency import BOTH, RECEIVE, SEND, LowLatencyRanks
-from structs import C
-from world import FLOATS
 
+from emulator import draws
+from emulator.low_latency import BOTH, RECEIVE, SEND, LowLatencyRanks
+from emulator.structs import C
+from emulator.world import FLOATS
 from epcy import reference
 
 
@@ -52,7 +53,7 @@ def random_case(seed: int) -> None:
     K, M = int(rng.choice([1, 2, 4, 8, 9, 12, 32])), int(rng.choice([4, 9]))
     H = int(rng.choice([128, 256, 512, 1024] if rng.random() < 0.8 else [8, 56, 120, 1000]))
     if rng.random() < 0.07:
-        H, K = 7680, min(K, 8)  # two parts of a row
+        H, K, M, R = 7680, min(K, 4), 4, min(R, 2)  # two parts of a row
     world = LowLatencyRanks(R, L, K, M, H, row_bytes=H * 4)
     x_dtype = FLOATS[int(rng.integers(3))]
     blocks = [int(rng.integers(1, 5)) for _ in range(R)]
@@ -61,13 +62,13 @@ def random_case(seed: int) -> None:
     def pause(r: int) -> None:
         world.wait(r, int(rng.integers(0, 3)) * 30_000)
 
-    def in_halves(r: int, queue: Any, first_blocks: int) -> Any:
-        """Queue a call whole, or in two halves of different grids."""
+    def in_halves(r: int, queue: Any, result: str) -> Any:
+        """Queue a call whole, or in two halves of different grids; `result` names where it goes."""
         pause(r)
         if rng.random() < 0.3:
-            into = queue(phases=SEND, blocks=first_blocks, into=None)
-            return queue(phases=RECEIVE, blocks=int(rng.integers(1, 5)), into=into)
-        return queue(phases=BOTH, blocks=first_blocks, into=None)
+            into = queue(phases=SEND, blocks=blocks[r])
+            return queue(phases=RECEIVE, blocks=int(rng.integers(1, 5)), **{result: into})
+        return queue(phases=BOTH, blocks=blocks[r])
 
     for _ in range(int(rng.integers(1, 3))):
         Ts = [int(rng.integers(0, M + 1)) for _ in range(R)]
@@ -84,28 +85,24 @@ def random_case(seed: int) -> None:
         for r in range(R):
             stats[r][:] = 5
 
-            def queue(phases: int, blocks: int, into: Any, r: int = r) -> Any:
-                return world.dispatch(r, handles[r], xs[r], idxs[r], ws[r], phases=phases, blocks=blocks,
-                                      into=into, stats=stats[r], **casts)  # fmt: skip
-
-            got.append(in_halves(r, queue, blocks[r]))
+            queue = partial(world.dispatch, r, handles[r], xs[r], idxs[r], ws[r], stats=stats[r], **casts)
+            got.append(in_halves(r, queue, "into"))
         received.append((got, xs, idxs, casts, stats))
         _, routing = reference.low_latency_dispatch(
             xs, idxs, num_experts=R * L, num_max_tokens_per_rank=M, **casts
         )
         for _ in range(int(rng.integers(0, 3))):
-            given = [rng.standard_normal((T, K)).astype(np.float32) for T in Ts] if rng.random() < 0.4 else None
+            given = (
+                [rng.standard_normal((T, K)).astype(np.float32) for T in Ts] if rng.random() < 0.4 else None
+            )
             how = {"by_source": rng.random() < 0.5, "use_logfmt": H % 128 == 0 and rng.random() < 0.4}
             ys = outputs(rng, world, routing, FLOATS[int(rng.integers(3))], rng.random() < 0.3)
             outs = []
             for r in range(R):
-
-                def queue(phases: int, blocks: int, into: Any, r: int = r) -> Any:
-                    w = given[r] if given else None
-                    return world.combine(r, handles[r], ys[r], Ts[r], w, phases=phases, blocks=blocks, out=into,
-                                         **how)  # fmt: skip
-
-                outs.append(in_halves(r, queue, blocks[r]))
+                w = given[r] if given else None
+                outs.append(
+                    in_halves(r, partial(world.combine, r, handles[r], ys[r], Ts[r], w, **how), "out")
+                )
             applied = given or (None if ws[0] is None else ws)
             summed.append((outs, ys, routing, applied, how))
     world.run(seed)
@@ -120,7 +117,9 @@ def random_case(seed: int) -> None:
 
 def check_sums(outs: list[Any], ys: list[Any], routing: Any, applied: Any, how: dict[str, bool]) -> None:
     reduction = "source" if how["by_source"] else "rank"
-    want = reference.low_latency_combine(ys, routing, applied, reduction=reduction, use_logfmt=how["use_logfmt"])
+    want = reference.low_latency_combine(
+        ys, routing, applied, reduction=reduction, use_logfmt=how["use_logfmt"]
+    )
     for r, (mine, theirs) in enumerate(zip(outs, want, strict=True)):
         bad = [t for t in range(len(theirs)) if not draws.same_bits(mine[t], theirs[t])]
         assert not bad, f"rank {r}, {how}, {mine.dtype}: tokens {bad} of {len(theirs)}"
@@ -129,8 +128,8 @@ def check_sums(outs: list[Any], ys: list[Any], routing: Any, applied: Any, how: 
 def calls_in_flight(seed: int, wrap: bool = False, refuse: bool = False) -> None:
     """Two calls of a kind in flight on each rank; `wrap`: epochs pass 2^32; `refuse`: a rank refuses one."""
     rng = np.random.default_rng(seed)
-    R, L, K, M = int(rng.choice([2, 3])), int(rng.choice([2, 5])), int(rng.choice([2, 8])), 12
-    H, num_calls = int(rng.choice([256, 512, 7680], p=[0.45, 0.45, 0.1])), 4
+    R, L, K, M = int(rng.choice([2, 3])), int(rng.choice([2, 5])), int(rng.choice([2, 8])), 6
+    H, num_calls = int(rng.choice([256, 512])), 4
     world = LowLatencyRanks(R, L, K, M, H, row_bytes=H * 4)
     if wrap:
         world.set_epoch(0xFFFFFFFF - int(rng.integers(0, 4)))
@@ -155,7 +154,16 @@ def calls_in_flight(seed: int, wrap: bool = False, refuse: bool = False) -> None
         got[n][r] = world.dispatch(r, handles[n][r], xs[r], idxs[r], ws[r], phases=phases, blocks=grid,
                                    into=got[n][r])  # fmt: skip
 
-    overlapped = [(SEND, 0), (SEND, 1), (RECEIVE, 0), (SEND, 2), (RECEIVE, 1), (SEND, 3), (RECEIVE, 2), (RECEIVE, 3)]
+    overlapped = [
+        (SEND, 0),
+        (SEND, 1),
+        (RECEIVE, 0),
+        (SEND, 2),
+        (RECEIVE, 1),
+        (SEND, 3),
+        (RECEIVE, 2),
+        (RECEIVE, 3),
+    ]
     halves = [(phase, n) for n in range(num_calls) for phase in (SEND, RECEIVE)]
     whole = [(BOTH, n) for n in range(num_calls)]
     for r in range(R):

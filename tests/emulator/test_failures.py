@@ -1,13 +1,14 @@
-"""What goes wrong, and what every rank is told: refusals, mismatches, bad ids, no room, late ranks, ranks that have left."""
+"""What goes wrong, and what ranks are told: refusals, mismatches, bad ids, no room, ranks that are late or leave."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import draws
 import numpy as np
 import pytest
-from failure_cases import (
+
+from emulator import draws
+from emulator.failure_cases import (
     OPS,
     TIMEOUT_NS,
     check_good_call,
@@ -17,9 +18,9 @@ from failure_cases import (
     queue_dispatch,
     reset,
 )
-from high_throughput import OP_BARRIER, OP_DISPATCH, Ranks
-from high_throughput_cases import check_dispatch
-from structs import C
+from emulator.high_throughput import OP_BARRIER, OP_DISPATCH, Ranks
+from emulator.high_throughput_cases import check_dispatch
+from emulator.structs import C
 
 LAYOUTS = ["rank", "expert"]
 
@@ -82,12 +83,13 @@ def test_mismatch(layout: str, waits: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bad_id_that_is_waited_for(layout: str) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_bad_id_that_is_waited_for(seed: int, layout: str) -> None:
     world, rng = make()
     given = inputs(rng, world, layout, Ts=[4, 5, 5])
     given.idxs[1][2, 1], given.idxs[1][4, 0] = world.E, -2
     got = [queue_dispatch(world, r, given) for r in range(3)]
-    world.run(1)
+    world.run(seed)
     for r in range(3):
         assert world.verdicts(r, got[r].report, got[r].ticket) == [C.EPCY_VERDICT_BAD_ID] * 3
         assert got[r].handle.arrays["num_recv"][0] == 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from high_throughput_cases import random_case
 
-# More rows than a mover warp tells at a time, and than a ring holds; pieces of a row; more lanes than a warp has threads.
+from emulator.high_throughput_cases import random_case
+
+# More rows than a mover warp tells at a time, and than a ring holds; rows in pieces; more lanes than a warp has.
 MANY: dict[str, Any] = {"shape": (80, 128), "R": 2, "K": 3, "L": 3, "worst": False}
 PIECES: dict[str, Any] = {"shape": (20, 3584), "R": 2, "K": 3, "L": 3, "worst": False}
 WIDE: dict[str, Any] = {"shape": (6, 128), "K": 33, "L": 6}

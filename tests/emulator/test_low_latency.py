@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import draws
 import numpy as np
 import pytest
-from low_latency import OP_COMBINE, OP_DISPATCH, LowLatencyRanks
-from low_latency_cases import calls_in_flight, check_quiet, check_received, check_sums, outputs, random_case
-from structs import C
-from world import FLOATS
 
+from emulator import draws
+from emulator.low_latency import OP_DISPATCH, LowLatencyRanks
+from emulator.low_latency_cases import (
+    calls_in_flight,
+    check_quiet,
+    check_received,
+    check_sums,
+    outputs,
+    random_case,
+)
+from emulator.structs import C
+from emulator.world import FLOATS
 from epcy import reference
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(16))
 def test_random(seed: int) -> None:
     random_case(seed)
 
@@ -28,26 +35,21 @@ def test_calls_in_flight(seed: int, wrap: bool, refuse: bool) -> None:
 def good_call(world: LowLatencyRanks, seed: int, xs: list, idxs: list, blocks: list[int]) -> None:
     handles = [world.make_handle(r) for r in range(world.R)]
     ws = [draws.weights(np.random.default_rng(seed), i) for i in idxs]
-    got = [
-        world.dispatch(r, handles[r], xs[r], idxs[r], ws[r], blocks=blocks[r], use_fp8=xs[0].shape[1] % 128 == 0)
-        for r in range(world.R)
-    ]
+    got = [world.dispatch(r, handles[r], xs[r], idxs[r], ws[r], blocks=blocks[r]) for r in range(world.R)]
     good = [np.where((i < -1) | (i >= world.E), -1, i) for i in idxs]
     _, routing = reference.low_latency_dispatch(
         xs, good, num_experts=world.E, num_max_tokens_per_rank=world.M, use_fp8=True
     )
     ys = outputs(np.random.default_rng(seed), world, routing, FLOATS[0])
     how = {"by_source": bool(seed % 2), "use_logfmt": bool(seed // 2 % 2)}
-    outs = [
-        world.combine(r, handles[r], ys[r], len(xs[r]), blocks=blocks[r], **how) for r in range(world.R)
-    ]
+    outs = [world.combine(r, handles[r], ys[r], len(xs[r]), blocks=blocks[r], **how) for r in range(world.R)]
     world.run(seed)
     check_received(world, got, xs, good, use_fp8=True)
     check_sums(outs, ys, routing, ws, how)
 
 
-@pytest.mark.parametrize("K, M, Ts, blocks", [(32, 40, [35, 3], [3, 2]), (9, 40, [0, 37], [1, 2])])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("K, M, Ts, blocks", [(32, 36, [35, 3], [3, 2]), (9, 40, [0, 37], [1, 2])])
+@pytest.mark.parametrize("seed", range(2))
 def test_many_tokens(seed: int, K: int, M: int, Ts: list[int], blocks: list[int]) -> None:
     """More tokens than a warp counts at once."""
     rng = np.random.default_rng(seed)
@@ -69,8 +71,8 @@ def test_mismatch_then_refusal_then_a_good_call() -> None:
         assert not got[r].count.any()
         report = world.report(r)
         assert report.late_verdict == C.EPCY_VERDICT_MISMATCH
-        headers = np.frombuffer(report.late_text + bytes(512), np.uint32)
-        assert headers[0] & 7 == OP_DISPATCH
+        raw = world.reports[r][C.epcy_report.late_text.offset :][:8].view(np.uint32)
+        assert [h & 7 for h in raw.tolist()] == [OP_DISPATCH] * 2
         C.epcy_report.from_buffer(world.reports[r]).late_verdict = 0
     world.refuse(0, C.EPCY_LOW_LATENCY_COMBINE, b"rank 0 refused: no")
     y = np.zeros((3, 12, 256), FLOATS[0])
@@ -79,7 +81,7 @@ def test_mismatch_then_refusal_then_a_good_call() -> None:
     report = world.report(1)
     assert (report.late_verdict, report.late_rank) == (C.EPCY_VERDICT_REFUSED, 0)
     assert report.late_text == b"rank 0 refused: no"
-    assert OP_COMBINE and not world.report(0).late_verdict
+    assert not world.report(0).late_verdict
     for r in range(2):
         C.epcy_report.from_buffer(world.reports[r]).late_verdict = 0
     good_call(world, 3, xs, idxs, [3, 2])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import build
 import numpy as np
-from structs import C
 
+from emulator import build
+from emulator.structs import C
 from epcy.reference import BFLOAT16
 
 FLOATS = [BFLOAT16, np.dtype(np.float16), np.dtype(np.float32)]  # the payload kinds of epcy/arrays.pxd
@@ -38,17 +38,17 @@ class World:
         timeout_ns: int = FOREVER,
         arch: int = 90,
         delays: bool = True,
-        extra: tuple[Any, ...] = (),
+        kernels: tuple[Any, ...] = (),
     ) -> None:
-        self.lib = build.library(arch, extra)
-        for name in ("epcy_shape", "epcy_peers", "epcy_report", "epcy_cuda_dispatch", "epcy_cuda_combine"):
-            assert self.lib.emulated_sizeof(name.encode()) == ctypes.sizeof(getattr(C, name)), name
+        self.lib = build.library(arch, kernels)
         self.lib.emulated_stream.restype = ctypes.c_void_p
         self.lib.emulated_handle.restype = ctypes.c_int64
         self.R, self.L, self.K, self.M, self.H = num_ranks, num_local, num_topk, max_tokens, hidden
         self.E = num_ranks * num_local
         self.lib.emulated_reset(delays)
-        s = self.shape = C.epcy_shape(num_ranks, self.E, num_topk, max_tokens, hidden, row_bytes or hidden * 4)
+        s = self.shape = C.epcy_shape(
+            num_ranks, self.E, num_topk, max_tokens, hidden, row_bytes or hidden * 4
+        )
         s.num_rows = num_rows or num_ranks * max_tokens * max(1, min(num_topk, num_local)) + 128 * num_local
         s.num_low_latency_tokens = max_tokens if low_latency else 0
         self.control, self.area = C.epcy_control(), C.epcy_area()

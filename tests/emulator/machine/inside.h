@@ -105,7 +105,8 @@ struct Block {
   char *stacks = nullptr;
   StoreBuffer buffer;
   std::vector<Copy> copies;
-  double speed = 1, eagerness = 1; // how often it runs; how soon its stores become visible
+  double speed = 1; // how often it runs
+  double eagerness = 1, eagerness_of_words = 1; // how soon its stores become visible
   Barrier barriers[16];
   void start(Stream *stream, const Launch &launch, unsigned number);
   void drain();
@@ -113,7 +114,8 @@ struct Block {
   void run_slice();
   void run_lane(Warp &warp, Fiber &fiber);
   void progress_copies();
-  void finish();
+  bool has_ended();
+  ~Block();
 };
 
 // ---- what ranks do, one after the other

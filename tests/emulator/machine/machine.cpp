@@ -1,8 +1,8 @@
 // Which block runs when, and what ranks do one after the other.
 #include "inside.h"
 
+#include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 
 #include <sys/mman.h>
 
@@ -65,7 +65,8 @@ void Block::start(Stream *of, const Launch &what, unsigned index) {
   }
   for (Warp &w : warps) w.runnable = w.live;
   static const double speeds[] = {1, 1, 0.3, 0.05}, eager[] = {1, 0.5, 0.1, 0.02};
-  speed = speeds[machine.random.below(4)], eagerness = eager[machine.random.below(4)];
+  speed = speeds[machine.random.below(4)];
+  eagerness = eager[machine.random.below(4)], eagerness_of_words = eager[machine.random.below(3)];
 }
 
 void Block::run_lane(Warp &warp, Fiber &fiber) {
@@ -104,14 +105,15 @@ void Block::run_slice() {
   machine.block = nullptr;
 }
 
-void Block::finish() {
+// Whether nothing of it is under way any more. Threads may have ended long before.
+bool Block::has_ended() {
+  if (num_live) return false;
   for (const Copy &c : copies)
     if (!c.has_read && c.group) failed("a block ended before a bulk store had read its shared memory");
-  while (!copies.empty() && !machine.failed) progress_copies();
-  buffer.show();
-  buffer.stores.clear();
-  spare_stacks.push_back(stacks);
+  eagerness = std::max(eagerness, 0.2), speed = 1;
+  return copies.empty() && buffer.stores.empty();
 }
+Block::~Block() { spare_stacks.push_back(stacks); }
 
 // ---- streams
 int launch(void *stream, std::function<void()> body, unsigned blocks, unsigned threads, size_t dynamic_bytes) {
@@ -151,8 +153,7 @@ static void run_one() {
     if (!machine.random.chance(b.speed)) continue;
     b.run_slice();
     any = true;
-    if (b.num_live || machine.failed) continue;
-    b.finish();
+    if (machine.failed || !b.has_ended()) continue;
     Stream &s = *b.stream;
     for (size_t i = 0; i < s.blocks.size(); i++)
       if (s.blocks[i].get() == &b) {

@@ -59,7 +59,7 @@ void StoreBuffer::add(char *at, uint32_t bytes, uint32_t thread, Order order, co
 void Block::drain() { // at the end of a slice
   const uint32_t salt = machine.random.next();
   auto chance = [&](const Store &s) {
-    if (s.order != kLine) return machine.random.chance(eagerness);
+    if (s.order != kLine) return machine.random.chance(s.order == kRelaxed ? eagerness_of_words : eagerness);
     Random r; // all of a line at once
     r.state = ((uintptr_t)s.at >> 7) ^ (uint64_t)salt << 32;
     return r.chance(eagerness);
