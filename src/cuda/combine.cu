@@ -21,8 +21,7 @@ EPCY_DEVICE void pull_weights(const Step &s, const epcy_cuda_combine &a) {
 
 template <int Dtype>
 __global__ void __launch_bounds__(kThreads, 1) combine_rows(const __grid_constant__ epcy_cuda_combine a) {
-  extern __shared__ char unaligned[];
-  combine<Dtype>(a, aligned_shared(unaligned), [&a](const Step &s, int *) {
+  combine<Dtype>(a, aligned_shared(), [&a](const Step &s, int *) {
     if (a.out_weights) pull_weights(s, a);
   });
 }
@@ -59,8 +58,7 @@ __global__ void __launch_bounds__(1024, 1) stage_rows(const __grid_constant__ ep
 } // namespace
 
 extern "C" int epcy_cuda_launch_staging(const epcy_cuda_staging *call, int num_sms, void *stream) {
-  stage_rows<<<num_sms, 1024, 0, (cudaStream_t)stream>>>(*call);
-  return cudaGetLastError();
+  return launch_apart(stage_rows, num_sms, 1024, stream, *call);
 }
 
 extern "C" int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_sms, void *stream) {

@@ -72,8 +72,7 @@ template <int Dtype> EPCY_DEVICE void sum_fans(const Step &s, const epcy_cuda_co
 
 template <int Dtype>
 __global__ void __launch_bounds__(kThreads, 1) combine_lanes(const __grid_constant__ epcy_cuda_combine a) {
-  extern __shared__ char unaligned[];
-  combine<Dtype>(a, aligned_shared(unaligned), [&a](const Step &s, int *verdict) {
+  combine<Dtype>(a, aligned_shared(), [&a](const Step &s, int *verdict) {
     int turn = 0;
     if (has_weights(a)) {
       push_weights(s, a);

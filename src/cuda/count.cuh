@@ -148,7 +148,8 @@ EPCY_DEVICE void publish_count(const Step &s, const epcy_cuda_dispatch &a, const
   store_word_release(at, s.word((uint32_t)n | (refuse ? EPCY_COUNT_BAD : 0u)));
 }
 
-// All threads of a block: everybody's counts for its destination, and what comes before each.
+// All threads of a block: everybody's counts for its destination. A block barrier must follow, and come from outside: the
+// verdict that let a thread in here may have been raised before another one looks at it.
 EPCY_DEVICE void gather_counts(const Step &s, int d, int *verdict, Counts *counts) {
 #pragma unroll 1
   for (int q = threadIdx.x; q < s.num_ranks * C; q += kThreads) {
@@ -158,7 +159,6 @@ EPCY_DEVICE void gather_counts(const Step &s, int d, int *verdict, Counts *count
     if (v & EPCY_COUNT_BAD) atomicMax(verdict, (int)EPCY_VERDICT_BAD_ID);
     counts->n[q] = (int)(v & ~EPCY_COUNT_BAD);
   }
-  __syncthreads();
 }
 // The same of an earlier dispatch, as share_evenly() deals the tokens out now. `n`: [R][C] of the destination.
 EPCY_DEVICE void read_counts(const Step &s, const int32_t *n, Counts *counts) {
@@ -169,7 +169,6 @@ EPCY_DEVICE void read_counts(const Step &s, const int32_t *n, Counts *counts) {
     const int from = part_of(all, lane, blocks), to = part_of(all, lane + 1, blocks);
     counts->n[source * C + lane] = lane < blocks ? to - from : 0;
   }
-  __syncthreads();
 }
 // The first warp of a block; a block barrier must follow.
 EPCY_DEVICE void add_up(const Step &s, Counts *counts) {

@@ -52,7 +52,7 @@ EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, int d, 
   }
 }
 
-EPCY_DEVICE void others_together() { asm volatile("bar.sync 1, %0;" ::"n"(kOthers) : "memory"); }
+EPCY_DEVICE void others_together() { named_barrier<1, kOthers>(); }
 
 // The same warps, uncached: keep the handle's positions and ids, and count the lanes for each of the destination's
 // experts.
@@ -133,8 +133,7 @@ EPCY_DEVICE void tell_host(const Step &s, const epcy_cuda_dispatch &a, const Rol
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch_rows(const __grid_constant__ epcy_cuda_dispatch a, const MoverShape shape) {
-  extern __shared__ char unaligned[];
-  char *dynamic = aligned_shared(unaligned);
+  char *dynamic = aligned_shared();
   __shared__ Counts counts;
   __shared__ Share share;
   __shared__ int verdict, warp_total[kWarps];

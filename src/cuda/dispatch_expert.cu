@@ -185,8 +185,7 @@ EPCY_DEVICE void copy_scales(const Step &s, const epcy_cuda_dispatch &a, const C
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch_lanes(const __grid_constant__ epcy_cuda_dispatch a, const MoverShape shape, int segments) {
-  extern __shared__ char unaligned[];
-  char *dynamic = aligned_shared(unaligned);
+  char *dynamic = aligned_shared();
   __shared__ Counts counts;
   __shared__ Share share;
   __shared__ FanRows fan_rows;
@@ -349,7 +348,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           s.wait_for(s.progress(s.me, source, c) + w, (n + kMoverWarps - 1) / kMoverWarps, EPCY_CUDA_DATA, source, &ok);
       }
       if (!ok) atomicMax(&verdict, (int)EPCY_VERDICT_BROKEN);
-      asm volatile("bar.sync 1, %0;" ::"n"(kOthers) : "memory");
+      named_barrier<1, kOthers>();
       const int32_t *fans = s.fans(s.me);
 #pragma unroll 1
       for (int64_t i = copier * kOthers + me; i < (int64_t)counts.total * K; i += copiers * kOthers)

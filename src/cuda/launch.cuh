@@ -2,12 +2,15 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "ptx.cuh"
+
 constexpr int kSharedBytes = 224 * 1024; // of the 227 KB that a block of sm_90 may have
 constexpr int kSharedAlignment = 128;    // bulk copies from or to less aligned shared memory take twice the time
 
 // Where a block's dynamic shared memory begins to be aligned: the compiler keeps the alignment of `extern __shared__`
 // only relative to the static part.
-__device__ __forceinline__ char *aligned_shared(char *dynamic) {
+EPCY_DEVICE char *aligned_shared() {
+  char *dynamic = dynamic_shared();
   const unsigned at = (unsigned)__cvta_generic_to_shared(dynamic);
   return dynamic + ((kSharedAlignment - at % kSharedAlignment) % kSharedAlignment);
 }
@@ -32,6 +35,14 @@ inline bool has_bulk_copies() {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   return major >= 9;
+}
+
+// Blocks that do not wait for each other.
+template <typename... Args, typename... Given>
+int launch_apart(void (*kernel)(Args...), int grid, int block, void *stream, Given... given) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid), config.blockDim = dim3(block), config.stream = (cudaStream_t)stream;
+  return cudaLaunchKernelEx(&config, kernel, Args(given)...);
 }
 
 // All blocks are resident at once, or the launch fails: they may wait for each other.

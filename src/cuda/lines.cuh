@@ -8,28 +8,6 @@
 #include "epcy/low_latency.h"
 #include "ptx.cuh"
 
-EPCY_DEVICE uint4 load_unit(const uint4 *p) {
-  uint4 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-EPCY_DEVICE void store_unit(uint4 *p, const uint4 &v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-// Two words at once; each carries its own epoch.
-EPCY_DEVICE ulonglong2 load_words(const ulonglong2 *p) {
-  ulonglong2 v;
-  asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
-  return v;
-}
-EPCY_DEVICE void store_words(ulonglong2 *p, uint64_t first, uint64_t second) {
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(p), "l"(first), "l"(second) : "memory");
-}
-
 // Which unit of a row a thread of a block has in one part of the row.
 struct Seat {
   int offset;        // of its 16 bytes in the row

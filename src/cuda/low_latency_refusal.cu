@@ -43,6 +43,5 @@ extern "C" int epcy_cuda_launch_low_latency_refusal(const epcy_peers *peers, con
   epcy_low_latency_call call = {};
   call.peers = *peers, call.wire = *wire, call.header = header | EPCY_HEADER_REFUSED;
   epcy_low_latency_constants(&call);
-  refuse<<<1, kThreads, 0, (cudaStream_t)stream>>>(call, kind, given);
-  return cudaGetLastError();
+  return launch_apart(refuse, 1, kThreads, stream, call, kind, given);
 }

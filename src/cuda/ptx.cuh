@@ -1,5 +1,8 @@
-// Small wrappers of PTX instructions. Each says which threads take part and what is ordered.
+// Small wrappers of PTX instructions, and all inline assembly. Each says which threads take part and what is ordered.
 #pragma once
+#ifdef EPCY_EMULATED // tests/emulator has these functions for a CPU
+#include "emulated_ptx.h"
+#else
 #include <cstdint>
 
 #define EPCY_DEVICE __device__ __forceinline__
@@ -33,6 +36,42 @@ EPCY_DEVICE uint32_t load_local(const uint32_t *p) {
   uint32_t v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
+}
+EPCY_DEVICE float load_foreign(const float *p) { // a peer wrote or will write it: never from a cache of this SM
+  float v;
+  asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+// 16 bytes, which arrive together.
+EPCY_DEVICE uint4 load_unit(const uint4 *p) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+EPCY_DEVICE void store_unit(uint4 *p, const uint4 &v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+// Two words at once; each carries its own epoch.
+EPCY_DEVICE ulonglong2 load_words(const ulonglong2 *p) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
+  return v;
+}
+EPCY_DEVICE void store_words(ulonglong2 *p, uint64_t first, uint64_t second) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(p), "l"(first), "l"(second) : "memory");
+}
+
+// ---- of a block: a barrier of some of its warps, and its dynamic shared memory
+template <int Id, int Threads> EPCY_DEVICE void named_barrier() {
+  asm volatile("bar.sync %0, %1;" ::"n"(Id), "n"(Threads) : "memory");
+}
+EPCY_DEVICE char *dynamic_shared() {
+  extern __shared__ __align__(16) char memory[];
+  return memory;
 }
 
 // Loads of what no kernel that runs writes, issued where they stand: the compiler would move them to their first use,
@@ -121,3 +160,4 @@ template <int N> EPCY_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait
 // Orders this thread's generic accesses with its asynchronous ones, both ways.
 EPCY_DEVICE void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 #endif
+#endif // EPCY_EMULATED

@@ -59,12 +59,6 @@ template <int Dtype> struct Sum {
   }
 };
 
-EPCY_DEVICE float load_foreign(const float *p) { // a peer wrote or will write it: never from a cache of this SM
-  float v;
-  asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
-  return v;
-}
-
 // Where rows lie, by rank.
 struct Rows {
   const char *at[EPCY_MAX_RANKS];

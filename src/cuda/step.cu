@@ -95,12 +95,10 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
 extern "C" int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream) {
   Text given = {};
   for (int i = 0; text && text[i] && i < EPCY_CUDA_TEXT_BYTES - 1; i++) given.bytes[i] = text[i];
-  step_alone<<<1, 256, 0, (cudaStream_t)stream>>>(*peers, header, given);
-  return cudaGetLastError();
+  return launch_apart(step_alone, 1, 256, stream, *peers, header, given);
 }
 
 extern "C" int epcy_cuda_launch_reset(const epcy_peers *peers, const epcy_low_latency_wire *wire, uint32_t round,
                                       void *stream) {
-  reset_all<<<1, 32, 0, (cudaStream_t)stream>>>(*peers, *wire, round);
-  return cudaGetLastError();
+  return launch_apart(reset_all, 1, 32, stream, *peers, *wire, round);
 }

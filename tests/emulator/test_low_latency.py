@@ -1,0 +1,110 @@
+"""Low-latency dispatch and combine, with hooks and two calls in flight, against the reference bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from emulator import draws
+from emulator.low_latency import OP_DISPATCH, LowLatencyRanks
+from emulator.low_latency_cases import (
+    calls_in_flight,
+    check_quiet,
+    check_received,
+    check_sums,
+    outputs,
+    random_case,
+)
+from emulator.structs import C
+from emulator.world import FLOATS
+from epcy import reference
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random(seed: int) -> None:
+    random_case(seed)
+
+
+@pytest.mark.parametrize("refuse", [False, True], ids=["", "refused"])
+@pytest.mark.parametrize("wrap", [False, True], ids=["", "wrapped"])
+@pytest.mark.parametrize("seed", range(1, 3))
+def test_calls_in_flight(seed: int, wrap: bool, refuse: bool) -> None:
+    calls_in_flight(seed, wrap, refuse)
+
+
+def good_call(world: LowLatencyRanks, seed: int, xs: list, idxs: list, blocks: list[int]) -> None:
+    handles = [world.make_handle(r) for r in range(world.R)]
+    ws = [draws.weights(np.random.default_rng(seed), i) for i in idxs]
+    got = [world.dispatch(r, handles[r], xs[r], idxs[r], ws[r], blocks=blocks[r]) for r in range(world.R)]
+    good = [np.where((i < -1) | (i >= world.E), -1, i) for i in idxs]
+    _, routing = reference.low_latency_dispatch(
+        xs, good, num_experts=world.E, num_max_tokens_per_rank=world.M, use_fp8=True
+    )
+    ys = outputs(np.random.default_rng(seed), world, routing, FLOATS[0])
+    how = {"by_source": bool(seed % 2), "use_logfmt": bool(seed // 2 % 2)}
+    outs = [world.combine(r, handles[r], ys[r], len(xs[r]), blocks=blocks[r], **how) for r in range(world.R)]
+    world.run(seed)
+    check_received(world, got, xs, good, use_fp8=True)
+    check_sums(outs, ys, routing, ws, how)
+
+
+@pytest.mark.parametrize("K, M, Ts, blocks", [(32, 36, [35, 3], [3, 2]), (9, 40, [0, 37], [1, 2])])
+@pytest.mark.parametrize("seed", range(2))
+def test_many_tokens(seed: int, K: int, M: int, Ts: list[int], blocks: list[int]) -> None:
+    """More tokens than a warp counts at once."""
+    rng = np.random.default_rng(seed)
+    world = LowLatencyRanks(2, 16, K, M, 128, row_bytes=512)
+    xs = [draws.floats(rng, (T, 128), FLOATS[0]) for T in Ts]
+    good_call(world, seed, xs, [draws.lanes(rng, T, K, world.E, unused=0.05) for T in Ts], blocks)
+    check_quiet(world)
+
+
+def test_mismatch_then_refusal_then_a_good_call() -> None:
+    rng = np.random.default_rng(1)
+    world = LowLatencyRanks(2, 3, 2, 6, 256, row_bytes=1024)
+    xs = [draws.floats(rng, (T, 256), FLOATS[0]) for T in (5, 6)]
+    idxs = [draws.lanes(rng, len(x), 2, world.E) for x in xs]
+    handles = [world.make_handle(r) for r in range(2)]
+    got = [world.dispatch(r, handles[r], xs[r], idxs[r], use_fp8=r == 0) for r in range(2)]
+    world.run(1)
+    for r in range(2):
+        assert not got[r].count.any()
+        report = world.report(r)
+        assert report.late_verdict == C.EPCY_VERDICT_MISMATCH
+        raw = world.reports[r][C.epcy_report.late_text.offset :][:8].view(np.uint32)
+        assert [h & 7 for h in raw.tolist()] == [OP_DISPATCH] * 2
+        C.epcy_report.from_buffer(world.reports[r]).late_verdict = 0
+    world.refuse(0, C.EPCY_LOW_LATENCY_COMBINE, b"rank 0 refused: no")
+    y = np.zeros((3, 12, 256), FLOATS[0])
+    world.combine(1, handles[1], y, 6)
+    world.run(2)
+    report = world.report(1)
+    assert (report.late_verdict, report.late_rank) == (C.EPCY_VERDICT_REFUSED, 0)
+    assert report.late_text == b"rank 0 refused: no"
+    assert not world.report(0).late_verdict
+    for r in range(2):
+        C.epcy_report.from_buffer(world.reports[r]).late_verdict = 0
+    good_call(world, 3, xs, idxs, [3, 2])
+    check_quiet(world)
+
+
+def test_bad_ids_count_as_unused_and_are_told() -> None:
+    rng = np.random.default_rng(1)
+    world = LowLatencyRanks(2, 3, 2, 6, 256, row_bytes=1024)
+    xs = [draws.floats(rng, (T, 256), FLOATS[0]) for T in (5, 6)]
+    idxs = [draws.lanes(rng, len(x), 2, world.E) for x in xs]
+    idxs[1][3, 0], idxs[1][5, 1] = 10**6, -5
+    good_call(world, 2, xs, idxs, [3, 2])
+    bad = world.report(1).bad[0]
+    assert bad.epoch and (bad.token, bad.lane, bad.value) == (3, 0, 10**6)
+    assert not world.report(0).bad[0].epoch
+
+
+def test_a_late_rank_breaks_the_buffer() -> None:
+    rng = np.random.default_rng(1)
+    world = LowLatencyRanks(2, 3, 2, 6, 256, row_bytes=1024, timeout_ns=1_000_000)
+    xs = [draws.floats(rng, (T, 256), FLOATS[0]) for T in (5, 6)]
+    idxs = [draws.lanes(rng, len(x), 2, world.E) for x in xs]
+    got = world.dispatch(0, world.make_handle(0), xs[0], idxs[0])
+    world.run(1)
+    assert world.report(0).expired and world.report(0).peer == 1 and not got.count.any()
