@@ -53,7 +53,7 @@ struct Barrier {
   std::vector<Fiber *> waiting;
   bool any = false;
 };
-struct Line { // of global memory, as one load of a warp saw it; each lane sees it once
+struct Line { // of global memory, as one load of the warp saw it: the n-th that a lane makes of it is the n-th of all lanes
   uintptr_t at = 0;
   uint32_t seen = 0;
   alignas(16) char bytes[128];
@@ -63,8 +63,7 @@ struct Warp {
   int turn = 0;
   uint64_t values[2][32];
   const char *what = nullptr;
-  Line lines[32];
-  int next_line = 0;
+  std::vector<Line> lines; // since the lanes met
 };
 
 // ---- stores that are not visible to other blocks yet

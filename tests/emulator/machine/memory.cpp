@@ -114,10 +114,11 @@ const void *line_of(const void *p) {
   const uint32_t bit = 1u << (machine.fiber->index & 31);
   Line *l = nullptr;
   for (Line &c : w.lines)
-    if (c.at == at && (!l || !(c.seen & bit))) l = &c;
-  if (!l || l->seen & bit) {
-    if (!l) l = &w.lines[w.next_line++ % 32];
-    l->at = at, l->seen = 0;
+    if (!l && c.at == at && !(c.seen & bit)) l = &c;
+  if (!l) {
+    w.lines.emplace_back();
+    l = &w.lines.back();
+    l->at = at;
     memcpy(l->bytes, (const void *)at, 128);
   }
   l->seen |= bit;
