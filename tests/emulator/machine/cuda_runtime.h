@@ -139,11 +139,11 @@ template <typename T> inline T __ldcs(const T *p) { return *p; }
 template <typename T> struct Operand { // deduced from the pointer alone, as CUDA's overloads are
   typedef T type;
 };
-#define EMULATED_ATOMIC(name, ...)                                                                                     \
-  template <typename T> inline T name(T *p, typename Operand<T>::type v) {                                             \
-    emulated::before_atomic(p, sizeof *p);                                                                             \
-    const T old = *p;                                                                                                  \
-    return emulated::swap(p, (T)(__VA_ARGS__));                                                                        \
+#define EMULATED_ATOMIC(name, ...)                                         \
+  template <typename T> inline T name(T *p, typename Operand<T>::type v) { \
+    emulated::before_atomic(p, sizeof *p);                                 \
+    const T old = *p;                                                      \
+    return emulated::swap(p, (T)(__VA_ARGS__));                            \
   }
 EMULATED_ATOMIC(atomicAdd, old + v)
 EMULATED_ATOMIC(atomicMin, old < v ? old : v)
@@ -224,12 +224,11 @@ template <typename Kernel> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes 
   return attributes->sharedSizeBytes = 0, cudaSuccess;
 }
 template <typename Kernel> cudaError_t cudaFuncSetAttribute(Kernel, int, int) { return cudaSuccess; }
-template <typename Kernel>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, int, size_t) {
+template <typename Kernel> cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, int, size_t) {
   return *blocks = 1, cudaSuccess;
 }
 template <typename... Args, typename... Given>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Args...), Given... given) {
-  return emulated::launch(config->stream, [=] { kernel(Args(given)...); }, config->gridDim.x, config->blockDim.x,
-                          config->dynamicSmemBytes);
+  return emulated::launch(
+      config->stream, [=] { kernel(Args(given)...); }, config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes);
 }
