@@ -35,6 +35,7 @@ def call(command: list[str], inputs: list[str]) -> bool:
 
 def main() -> int:
     sources = files("include/**/*.h", "src/**/*.[ch]", "src/**/*.cu", "src/**/*.cuh")
+    sources += files("tests/emulator/**/*.h", "tests/emulator/**/*.cpp", "tests/emulator/**/*.cu")
     if "--fix" in sys.argv[1:]:
         return not call([tool("clang-format"), "-i"], sources)
     cython = files("epcy/**/*.pyx", "epcy/**/*.pxd", "tests/**/*.pyx")

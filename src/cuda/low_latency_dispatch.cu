@@ -178,7 +178,8 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, S
 
 template <int From, int Phases>
 __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_constant__ epcy_low_latency_dispatch a) {
-  int *const dynamic = (int *)dynamic_shared(); // tokens of this rank for each expert [2][E]; of each rank for mine [R][L]
+  int *const dynamic =
+      (int *)dynamic_shared(); // tokens of this rank for each expert [2][E]; of each rank for mine [R][L]
   __shared__ Shared shared;
   constexpr bool sends = Phases & EPCY_LOW_LATENCY_SEND, receives = Phases & EPCY_LOW_LATENCY_RECEIVE;
   constexpr bool keeps = Phases == kBoth; // else the own tokens take the wire too, so that x may change in between

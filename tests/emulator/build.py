@@ -14,7 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Path(__file__).resolve().parent / "machine"
-KERNELS = sorted(p for p in (ROOT / "src/cuda").glob("*.cu") if p.name != "runtime.cu")
+HOST_ALONE = ("runtime.cu", "stamp.cu")
+KERNELS = sorted(p for p in (ROOT / "src/cuda").glob("*.cu") if p.name not in HOST_ALONE)
 
 FLAGS = (
     "-g1 -std=c++17 -fPIC -fvisibility=hidden -fno-gnu-unique -ffp-contract=off -fno-strict-aliasing".split()
@@ -72,14 +73,15 @@ def library(arch: int = 90, kernels: tuple[Path, ...] = ()) -> ctypes.CDLL:
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
 
+        def run(command: list[str]) -> None:
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
         def compile_one(source: Path) -> Path:
             out = folder / f"{source.name}.o"
-            flags = [
-                *FLAGS,
-                f"-D__CUDA_ARCH__={arch}0",
-                *(OF_KERNELS if source in kernels else OF_MACHINE),
-            ]
-            subprocess.run([compiler(), *flags, "-c", str(source), "-o", str(out)], check=True)
+            flags = [*OF_KERNELS, f"-D__CUDA_ARCH__={arch}0"] if source in kernels else OF_MACHINE
+            run([compiler(), *FLAGS, *flags, "-c", str(source), "-o", str(out)])
             return out
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -88,8 +90,6 @@ def library(arch: int = 90, kernels: tuple[Path, ...] = ()) -> ctypes.CDLL:
                 pool.map(compile_one, sorted([*kernels, *machine], key=lambda p: -p.stat().st_size))
             )
         part = folder / f"part-{os.getpid()}.so"
-        subprocess.run(
-            [compiler(), "-shared", "-Wl,--no-undefined", *map(str, objects), "-o", str(part)], check=True
-        )
+        run([compiler(), "-shared", "-Wl,--no-undefined", *map(str, objects), "-o", str(part)])
         part.replace(target)
     return ctypes.CDLL(str(target))

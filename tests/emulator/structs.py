@@ -31,10 +31,15 @@ def number(text: str, names: dict[str, int]) -> int | None:
     return int(eval(text, {"__builtins__": {}}))
 
 
-def read(*headers: str) -> SimpleNamespace:
+def plain(text: str) -> str:
+    """Return C without its comments."""
+    return re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+
+
+def read(*headers: str, constants_of: tuple[str, ...] = ()) -> SimpleNamespace:
     """Return a namespace with a ctypes.Structure a struct and an int a constant."""
-    text = "\n".join((INCLUDE / name).read_text() for name in headers)
-    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+    text = "\n".join((INCLUDE / name).read_text() for name in (*constants_of, *headers))
+    text = plain(text)
     names: dict[str, int] = {}
     for name, value in re.findall(r"^#define (\w+) (.+?)\s*$", text, flags=re.M):
         found = number(value, names)
@@ -48,18 +53,19 @@ def read(*headers: str) -> SimpleNamespace:
             last = last + 1 if given is None else given
             names[name.strip()] = last
     types = dict(PLAIN)
+    text = plain("\n".join((INCLUDE / name).read_text() for name in headers))
     for name, body in re.findall(r"typedef struct (\w+) \{(.*?)\} \1;", text, flags=re.S):
         fields = []
         for declaration in filter(None, (d.strip() for d in body.split(";"))):
             kind, rest = re.fullmatch(r"(?:const\s+)?(\w+)\s*(.*)", declaration, flags=re.S).groups()
             for one in rest.split(","):
-                star, field, dimensions = re.fullmatch(r"(\*?)\s*(\w+)((?:\[\w+\])*)", one.strip()).groups()
+                star, field, dimensions = re.fullmatch(r"(\*?)\s*(\w+)((?:\[[^]]+\])*)", one.strip()).groups()
                 made = ctypes.c_void_p if star else types[kind]
-                for size in reversed(re.findall(r"\[(\w+)\]", dimensions)):
+                for size in reversed(re.findall(r"\[([^]]+)\]", dimensions)):
                     made = made * number(size, names)
                 fields.append((field, made))
         types[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
     return SimpleNamespace(**names, **{k: v for k, v in types.items() if k not in PLAIN})
 
 
-C = read("layout.h", "cuda.h", "low_latency.h")
+C = read("layout.h", "cuda.h", "low_latency.h", constants_of=("meter.h",))

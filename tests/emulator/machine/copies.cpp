@@ -4,7 +4,7 @@
 namespace emulated {
 
 namespace {
-struct Bits { // of an mbarrier
+struct Bits {           // of an mbarrier
   int64_t missing : 30; // bytes
   uint64_t pending : 12, count : 12, phase : 1, magic : 9;
 };
@@ -58,8 +58,8 @@ void bulk_store(void *global, const void *shared, uint32_t bytes) {
   Fiber &f = *machine.fiber;
   if (!f.open) f.open = std::make_shared<Group>();
   f.open->unread++, f.open->unwritten++;
-  machine.block->copies.push_back({(char *)global, (char *)shared, bytes, nullptr, f.open, (int)f.index,
-                                   delay(), delay(), {}});
+  machine.block->copies.push_back(
+      {(char *)global, (char *)shared, bytes, nullptr, f.open, (int)f.index, delay(), delay(), {}});
 }
 void bulk_commit() {
   Fiber &f = *machine.fiber;

@@ -28,6 +28,9 @@ struct uint2 {
 struct float2 {
   float x, y;
 };
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
@@ -136,11 +139,11 @@ template <typename T> inline T __ldcs(const T *p) { return *p; }
 template <typename T> struct Operand { // deduced from the pointer alone, as CUDA's overloads are
   typedef T type;
 };
-#define EMULATED_ATOMIC(name, ...)                                                                                     \
-  template <typename T> inline T name(T *p, typename Operand<T>::type v) {                                             \
-    emulated::before_atomic(p, sizeof *p);                                                                             \
-    const T old = *p;                                                                                                  \
-    return emulated::swap(p, (T)(__VA_ARGS__));                                                                        \
+#define EMULATED_ATOMIC(name, ...)                                         \
+  template <typename T> inline T name(T *p, typename Operand<T>::type v) { \
+    emulated::before_atomic(p, sizeof *p);                                 \
+    const T old = *p;                                                      \
+    return emulated::swap(p, (T)(__VA_ARGS__));                            \
   }
 EMULATED_ATOMIC(atomicAdd, old + v)
 EMULATED_ATOMIC(atomicMin, old < v ? old : v)
@@ -162,6 +165,7 @@ inline unsigned max(unsigned a, int b) { return a > (unsigned)b ? a : (unsigned)
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(int v) { return v ? __builtin_clz((unsigned)v) : 32; }
+inline int __clzll(long long v) { return v ? __builtin_clzll((unsigned long long)v) : 64; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 inline float __uint_as_float(unsigned u) { return emulated::from_bits<float>(u); }
 inline float __int_as_float(int u) { return emulated::from_bits<float>((unsigned)u); }
@@ -173,6 +177,9 @@ inline unsigned __vcmpeq4(unsigned a, unsigned b) {
   unsigned r = 0;
   for (int i = 0; i < 32; i += 8) r |= (a >> i & 255) == (b >> i & 255) ? 255u << i : 0;
   return r;
+}
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF);
 }
 
 // ---- the host's side: one device, as large as the kernels ask for
@@ -217,12 +224,11 @@ template <typename Kernel> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes 
   return attributes->sharedSizeBytes = 0, cudaSuccess;
 }
 template <typename Kernel> cudaError_t cudaFuncSetAttribute(Kernel, int, int) { return cudaSuccess; }
-template <typename Kernel>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, int, size_t) {
+template <typename Kernel> cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel, int, size_t) {
   return *blocks = 1, cudaSuccess;
 }
 template <typename... Args, typename... Given>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Args...), Given... given) {
-  return emulated::launch(config->stream, [=] { kernel(Args(given)...); }, config->gridDim.x, config->blockDim.x,
-                          config->dynamicSmemBytes);
+  return emulated::launch(
+      config->stream, [=] { kernel(Args(given)...); }, config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes);
 }

@@ -59,7 +59,7 @@ EXPORTED int64_t emulated_handle(const epcy_shape *shape, char *base, epcy_low_l
   return epcy_low_latency_handle_layout(shape, base, handle);
 }
 EXPORTED int64_t emulated_sizeof(const char *name) {
-#define SIZE_OF(type)                                                                                                  \
+#define SIZE_OF(type) \
   if (!strcmp(name, #type)) return sizeof(type);
   SIZE_OF(epcy_shape)
   SIZE_OF(epcy_peers)

@@ -5,6 +5,7 @@
 #include "cuda_runtime.h"
 
 #define EPCY_DEVICE inline
+#define EPCY_RARELY(condition) (condition)
 #if __CUDA_ARCH__ >= 900
 #define EPCY_HAS_BULK 1
 #endif
@@ -41,6 +42,12 @@ inline void store_words(ulonglong2 *p, uint64_t first, uint64_t second) {
   emulated::put(p, make_ulonglong2(first, second));
 }
 template <typename T> inline T load_early(const T *p) { return *p; }
+inline uint4 load_early_if(bool wanted, const uint4 *p) { return wanted ? *p : make_uint4(0x77, 0x77, 0x77, 0x77); }
+inline void load_early(bool two, const void *p, int32_t *low, int32_t *high) {
+  *low = ((const int32_t *)p)[0];
+  if (two) *high = ((const int32_t *)p)[1];
+}
+template <typename T> inline void keep(T *&) {}
 
 // ---- of a block
 template <int Id, int Threads> inline void named_barrier() { emulated::block_barrier(Id, Threads, false); }

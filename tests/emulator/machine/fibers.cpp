@@ -116,7 +116,7 @@ static const uint64_t *meet(const char *what, unsigned mask, uint64_t value, boo
   w.arrived |= 1u << lane;
   w.runnable &= ~(1u << lane);
   if (w.arrived == ~0u) {
-    w.arrived = 0, w.turn ^= 1, w.runnable = w.live;
+    w.arrived = 0, w.turn ^= 1, w.runnable = w.live, w.lines.clear();
     const uint32_t first = machine.fiber->index & ~31u;
     for (Store &s : machine.block->buffer.stores)
       if (orders_memory && s.thread - first < 32 && s.met < kWarp) s.met = kWarp;

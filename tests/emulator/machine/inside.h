@@ -34,8 +34,8 @@ struct Group { // of a thread's bulk stores: how many have not been read, or not
 struct Copy {
   char *global, *shared;
   uint32_t bytes;
-  uint64_t *bar; // of a load
-  std::shared_ptr<Group> group; // of a store
+  uint64_t *bar;                         // of a load
+  std::shared_ptr<Group> group;          // of a store
   int thread, first_delay, second_delay; // slices until it is read, and from there until it is written
   std::vector<char> data;
   bool has_read = false;
@@ -46,14 +46,15 @@ struct Fiber {
   unsigned index;
   void *context = nullptr;
   bool ended = false, result = false; // of the block's barrier
-  std::shared_ptr<Group> open; // stores that are not committed
+  std::shared_ptr<Group> open;        // stores that are not committed
   std::vector<std::shared_ptr<Group>> groups;
 };
 struct Barrier {
   std::vector<Fiber *> waiting;
   bool any = false;
 };
-struct Line { // of global memory, as one load of a warp saw it; each lane sees it once
+struct
+    Line { // of global memory, as one load of the warp saw it: the n-th that a lane makes of it is the n-th of all lanes
   uintptr_t at = 0;
   uint32_t seen = 0;
   alignas(16) char bytes[128];
@@ -63,8 +64,7 @@ struct Warp {
   int turn = 0;
   uint64_t values[2][32];
   const char *what = nullptr;
-  Line lines[32];
-  int next_line = 0;
+  std::vector<Line> lines; // since the lanes met
 };
 
 // ---- stores that are not visible to other blocks yet
@@ -105,7 +105,7 @@ struct Block {
   char *stacks = nullptr;
   StoreBuffer buffer;
   std::vector<Copy> copies;
-  double speed = 1; // how often it runs
+  double speed = 1;                             // how often it runs
   double eagerness = 1, eagerness_of_words = 1; // how soon its stores become visible
   Barrier barriers[16];
   void start(Stream *stream, const Launch &launch, unsigned number);

@@ -88,7 +88,8 @@ void Block::run_slice() {
   buffer.show();
   const unsigned visits = 1 + machine.random.below(2 * (unsigned)warps.size());
   bool any = false;
-  for (unsigned v = 0, w = machine.random.below((unsigned)warps.size()); v < visits || (!any && v < warps.size()); v++) {
+  for (unsigned v = 0, w = machine.random.below((unsigned)warps.size()); v < visits || (!any && v < warps.size());
+       v++) {
     Warp &warp = warps[w];
     w = machine.random.chance(0.2) ? machine.random.below((unsigned)warps.size()) : (w + 1) % warps.size();
     if (!any && v >= visits) w = (w + 1) % warps.size();

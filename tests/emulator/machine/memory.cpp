@@ -43,8 +43,7 @@ bool StoreBuffer::may_overlap(const char *at, uint32_t bytes) const {
   return false;
 }
 void StoreBuffer::drop_overlaps(const char *at, uint32_t bytes) { // stores to one place come in order
-  if (may_overlap(at, bytes))
-    drop_if([=](const Store &s) { return s.at < at + bytes && at < s.at + s.bytes; });
+  if (may_overlap(at, bytes)) drop_if([=](const Store &s) { return s.at < at + bytes && at < s.at + s.bytes; });
 }
 void StoreBuffer::add(char *at, uint32_t bytes, uint32_t thread, Order order, const char *copied) {
   Store s;
@@ -114,10 +113,11 @@ const void *line_of(const void *p) {
   const uint32_t bit = 1u << (machine.fiber->index & 31);
   Line *l = nullptr;
   for (Line &c : w.lines)
-    if (c.at == at && (!l || !(c.seen & bit))) l = &c;
-  if (!l || l->seen & bit) {
-    if (!l) l = &w.lines[w.next_line++ % 32];
-    l->at = at, l->seen = 0;
+    if (!l && c.at == at && !(c.seen & bit)) l = &c;
+  if (!l) {
+    w.lines.emplace_back();
+    l = &w.lines.back();
+    l->at = at;
     memcpy(l->bytes, (const void *)at, 128);
   }
   l->seen |= bit;
@@ -130,16 +130,16 @@ const void *line_of(const void *p) {
 #define EXPORTED extern "C" __attribute__((visibility("hidden")))
 static void plain(void *p, size_t bytes) { emulated::before_store(p, bytes, emulated::kPlain); }
 static void relaxed(void *p, size_t bytes) { emulated::before_store(p, bytes, emulated::kRelaxed); }
-#define OF_SIZE(n)                                                                                                     \
-  EXPORTED void __tsan_read##n(void *p) {                                                                              \
-    if (n == 16 && (uintptr_t)p % 16 && emulated::machine.block) emulated::fail("a load at %p is not aligned", p);      \
-  }                                                                                                                    \
-  EXPORTED void __tsan_unaligned_read##n(void *) {}                                                                    \
-  EXPORTED void __tsan_volatile_read##n(void *) {}                                                                     \
-  EXPORTED void __tsan_unaligned_volatile_read##n(void *) {}                                                           \
-  EXPORTED void __tsan_write##n(void *p) { plain(p, n); }                                                              \
-  EXPORTED void __tsan_unaligned_write##n(void *p) { plain(p, n); }                                                    \
-  EXPORTED void __tsan_volatile_write##n(void *p) { relaxed(p, n); }                                                   \
+#define OF_SIZE(n)                                                                                                 \
+  EXPORTED void __tsan_read##n(void *p) {                                                                          \
+    if (n == 16 && (uintptr_t)p % 16 && emulated::machine.block) emulated::fail("a load at %p is not aligned", p); \
+  }                                                                                                                \
+  EXPORTED void __tsan_unaligned_read##n(void *) {}                                                                \
+  EXPORTED void __tsan_volatile_read##n(void *) {}                                                                 \
+  EXPORTED void __tsan_unaligned_volatile_read##n(void *) {}                                                       \
+  EXPORTED void __tsan_write##n(void *p) { plain(p, n); }                                                          \
+  EXPORTED void __tsan_unaligned_write##n(void *p) { plain(p, n); }                                                \
+  EXPORTED void __tsan_volatile_write##n(void *p) { relaxed(p, n); }                                               \
   EXPORTED void __tsan_unaligned_volatile_write##n(void *p) { relaxed(p, n); }
 OF_SIZE(1)
 OF_SIZE(2)
