@@ -93,8 +93,10 @@ void Block::run_slice() {
     Warp &warp = warps[w];
     w = machine.random.chance(0.2) ? machine.random.below((unsigned)warps.size()) : (w + 1) % warps.size();
     if (!any && v >= visits) w = (w + 1) % warps.size();
-    for (uint32_t lanes = warp.runnable; lanes && !machine.failed; lanes &= lanes - 1, any = true)
-      run_lane(warp, fibers[(&warp - warps.data()) * 32 + __builtin_ctz(lanes)]);
+    const uint32_t runnable = warp.runnable, first = ~0u << machine.random.below(32); // the lane to begin with
+    for (uint32_t some : {runnable & first, runnable & ~first})
+      for (uint32_t lanes = some; lanes && !machine.failed; lanes &= lanes - 1, any = true)
+        run_lane(warp, fibers[(&warp - warps.data()) * 32 + __builtin_ctz(lanes)]);
     if (machine.failed) break;
   }
   machine.fiber = nullptr;
