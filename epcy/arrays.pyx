@@ -199,8 +199,8 @@ cdef Array describe_cuda(object obj, str name, int device):
         raise ArgumentError(f"{name}: expected at most 3 dimensions, got shape {shape}")
     if memory.device_id != device and a.size:
         raise ArgumentError(f"{name}: expected an array on GPU {device}, the Buffer's, got one on GPU "
-                            f"{memory.device_id}; copy it, or construct the Buffer with device={memory.device_id} on this "
-                            "rank")
+                            f"{memory.device_id}; copy it, or construct the Buffer with device={memory.device_id} on "
+                            "this rank")
     array.owner, array.device = a, device
     array.data = <char *><uintptr_t>memory.ptr
     array.shape[0] = array.shape[1] = array.shape[2] = 1

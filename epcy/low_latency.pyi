@@ -9,7 +9,6 @@ from epcy.state import BufferState
 OP_DISPATCH: int
 OP_COMBINE: int
 
-@disjoint_base
 class LowLatencyCalls(BufferState):
     @property
     def low_latency_transport(self) -> str | None: ...

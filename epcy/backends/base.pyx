@@ -167,7 +167,7 @@ cdef class Backend:
                     raise ArgumentError(f"out: expected at least the {n} rows that came, got {len(arrays[i])} "
                                         f"(rank {self.rank}); give a larger array, or out=True")
                 arrays[i] = arrays[i][:n]
-                bits = f"u{view.dtype.itemsize}"    # not as numbers: a NaN keeps its payload; e4m3 also goes into float8
+                bits = f"u{view.dtype.itemsize}"    # not as numbers: a NaN keeps its payload; e4m3 fits float8
                 arrays[i].view(bits)[...] = view.view(bits)
         r._recv_x = tuple(arrays) if len(arrays) > 1 else arrays[0]
         r._recv_topk_idx = idx.copy()

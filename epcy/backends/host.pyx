@@ -102,8 +102,8 @@ cdef class HostBackend(Backend):
         self.reach("constructor", "arrival")
         error = no_room(nbytes, size)
         if self.faults is not None and self.faults.is_full():
-            error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {nbytes * size} bytes of shared memory; there "
-                              "is no room, says EPCY_FAULTS (full); give fewer num_max_tokens_per_rank")
+            error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {nbytes * size} bytes of shared memory; "
+                              "there is no room, says EPCY_FAULTS (full); give fewer num_max_tokens_per_rank")
         bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")
         self.h.base = <char **>calloc(size, sizeof(char *))
         if self.h.base == NULL:
@@ -347,7 +347,7 @@ cdef class HostBackend(Backend):
                     raise verdicts.crossed(OPERATIONS[op], self.h.epoch, self.h.rank, r, *there)
 
     def waits_there(self, HostBackend first, int rank):
-        """Whether the process of rank `rank` of `first` is in a call of this Buffer that this process has not entered."""
+        """Whether the process of rank `rank` of `first` is in a call of this Buffer that this one has not entered."""
         cdef int64_t r
         cdef epcy_record *last
         cdef epcy_record *theirs

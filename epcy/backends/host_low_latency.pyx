@@ -150,7 +150,7 @@ cdef class HostLowLatencyBackend(HostBackend):
                 continue
             if self.is_masked_by(rank, epoch):
                 left_by.append(rank)
-            if r == NULL and self.is_masked_by(rank, epoch):       # it did not wait for this rank, and is in later calls
+            if r == NULL and self.is_masked_by(rank, epoch):       # it did not wait for this rank, and has gone on
                 continue
             if r == NULL:
                 differs = True
@@ -203,7 +203,8 @@ cdef class HostLowLatencyBackend(HostBackend):
         handle.not_sent = <int64_t *>calloc(2 * self.num_ranks, 8)
         fails = self.faults is not None and self.faults.fails("low_latency_dispatch")
         if (handle.routes == NULL or handle.counts == NULL or handle.sources == NULL or handle.bases == NULL
-                or handle.before == NULL or handle.not_sent == NULL or call.topk_weights is not None and handle.weights == NULL or fails):
+                or handle.before == NULL or handle.not_sent == NULL
+                or call.topk_weights is not None and handle.weights == NULL or fails):
             text = f"x: no memory for the routes of {call.x.shape[0]} tokens (rank {self.rank})"
             self.refuse(EPCY_OP_LOW_LATENCY_DISPATCH, text)
             raise HeapError(text)
@@ -387,7 +388,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         return 0
 
     cdef int sum_all(self, LowLatencyCombineCall call, HostLowLatencyHandle handle, uint8_t *from_) except -1:
-        """Sum what comes; once more without a rank that gave its rows' memory away meanwhile (it has masked this one)."""
+        """Sum what comes; once more without a rank that gave its rows' memory away meanwhile: it masked this one."""
         cdef epcy_low_latency_combine c
         cdef epcy_masked_routes m
         cdef int64_t lost = 0, lanes = max(1, handle.num_tokens * self.h.shape.num_topk), r

@@ -32,7 +32,7 @@ from epcy.backends import bootstrap, symmetric, verdicts
 from epcy.backends.host import bound_exit
 from epcy.errors import (
     ArgumentError, BackendError, CapacityError, HeapError, NotSupportedError, PeerError,
-    PeerTimeoutError, StateError)
+    StateError)
 from epcy.status import OPERATIONS
 
 cdef enum:
@@ -190,8 +190,8 @@ cdef class NvshmemBackend(Backend):
             epcy_cuda_set_device(previous, NULL)
 
     def choose_blocks(self, num_sms):
-        """Blocks for each destination. About 8 fill the link out of a rank, and more fill it less well; a rank's own rows
-        need as many as a peer's. In the expert layout a rank also copies rows, or sums them, in its own memory."""
+        """Blocks for each destination. About 8 fill the link out of a rank, and more fill it less well; a rank's own
+        rows need as many as a peer's. In the expert layout a rank also copies rows, or sums them, in its own memory."""
         others = self.num_ranks - 1
         each = -(-8 // max(1, others))
         most = self.xp.cuda.Device(self.device).attributes["MultiProcessorCount"]   # all blocks run at once
@@ -519,8 +519,8 @@ cdef class NvshmemBackend(Backend):
 
     cdef int check_out(self, Array out) except -1:
         if <uintptr_t>out.data % 16:
-            raise ArgumentError(f"out: expected memory that begins at a multiple of 16 bytes, got {<uintptr_t>out.data:#x}"
-                                f" (rank {self.rank}); give a whole array from cupy.empty")
+            raise ArgumentError(f"out: expected memory that begins at a multiple of 16 bytes, got "
+                                f"{<uintptr_t>out.data:#x} (rank {self.rank}); give a whole array from cupy.empty")
         return Backend.check_out(self, out)
 
     cdef int64_t offset_in_heap(self, Array array) noexcept:
@@ -682,7 +682,8 @@ cdef class NvshmemBackend(Backend):
         cdef int i
         cdef int first = -1
         for i in range(EPCY_MAX_CHUNKS):
-            if r.bad[i].epoch and (first < 0 or (r.bad[i].epoch, r.bad[i].token) < (r.bad[first].epoch, r.bad[first].token)):
+            if r.bad[i].epoch and (first < 0 or (r.bad[i].epoch, r.bad[i].token) < (
+                    r.bad[first].epoch, r.bad[first].token)):
                 first = i
         error = None
         if r.expired:

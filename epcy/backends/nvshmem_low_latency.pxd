@@ -42,7 +42,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
     cdef epcy_low_latency_combine combine_params
     cdef epcy_low_latency_area low_latency_area
     cdef Blocks blocks
-    cdef uint64_t steps[2]              # calls of a kind, refused ones too: how often its epoch has stepped, but in graphs
+    cdef uint64_t steps[2]              # calls of a kind, refused ones too: its epoch's steps, but for graphs'
     cdef uint64_t pending[2][2]         # the steps of calls that are sent and not received, the older first; or 0
 
     cdef int may_step(self, int kind) except -1

@@ -14,9 +14,9 @@ from epcy.backends.cuda_low_latency cimport *
 from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
 from epcy.backends.nvshmem cimport CudaEvent, NvshmemBackend
 from epcy.backends.symmetric cimport check
-from epcy.handle cimport Handle, LowLatencyHandle
+from epcy.handle cimport LowLatencyHandle
 from epcy.layout cimport (
-    epcy_low_latency_area_layout, epcy_num_local_experts, epcy_num_low_latency_rows)
+    epcy_low_latency_area_layout, epcy_num_local_experts)
 
 import numpy as np
 
@@ -46,7 +46,7 @@ cdef class Blocks:
         return 0
 
     cdef Block take(self):
-        """A block; what it held may still be in use by earlier work of this Buffer, after which all later work comes."""
+        """A block; what it held may still be in use by earlier work of this Buffer: all later work comes after."""
         cdef Block block = Block.__new__(Block)
         if not self.free:
             self.more()
@@ -123,8 +123,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         if num_local > EPCY_LOW_LATENCY_MAX_LOCAL or tokens > EPCY_LOW_LATENCY_MAX_TOKENS or rows >= 2**30:
             raise NotSupportedError(
                 f"num_max_low_latency_tokens_per_rank: the low-latency mode on GPUs takes up to "
-                f"{EPCY_LOW_LATENCY_MAX_LOCAL} local experts, {EPCY_LOW_LATENCY_MAX_TOKENS} tokens a rank and 2^30 rows "
-                f"in an area, got {num_local} experts, {tokens} tokens and {rows} rows")
+                f"{EPCY_LOW_LATENCY_MAX_LOCAL} local experts, {EPCY_LOW_LATENCY_MAX_TOKENS} tokens a rank and 2^30 "
+                f"rows in an area, got {num_local} experts, {tokens} tokens and {rows} rows")
 
     def fill_constants(self, int kind):
         cdef epcy_low_latency_call *c = &self.dispatch_params.call
@@ -139,8 +139,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
     cdef int may_step(self, int kind) except -1:
         """Keep two steps, and no more, between the oldest unreceived call and the newest: refused calls take steps."""
         if self.pending[kind][0] and self.steps[kind] + 1 - self.pending[kind][0] > 1:
-            raise StateError(f"{OPERATIONS[OP_DISPATCH + kind]}: a call was refused since the oldest unreceived one was "
-                             f"sent (rank {self.rank}), more have no room; call its hook first")
+            raise StateError(f"{OPERATIONS[OP_DISPATCH + kind]}: a call was refused since the oldest unreceived one "
+                             f"was sent (rank {self.rank}), more have no room; call its hook first")
         return 0
 
     cdef uint64_t step_of(self, int kind, bint return_recv_hook) noexcept:

@@ -43,8 +43,8 @@ def choose_device(device, identities, rank):
     count = num_devices()
     if _runtime is not None:        # which spans this rank, and whose memory is on one GPU for good
         if device is not None and device != _runtime.device:
-            raise ArgumentError(f"device: expected {_runtime.device}, where NVSHMEM was started on this rank, got {device} "
-                                f"(rank {rank}); give the same device to all Buffers, or to epcy.init()")
+            raise ArgumentError(f"device: expected {_runtime.device}, where NVSHMEM was started on this rank, got "
+                                f"{device} (rank {rank}); give the same device to all Buffers, or to epcy.init()")
         return _runtime.device
     if device is None:
         return sum([identity.host == identities[rank].host for identity in identities[:rank]]) % count
