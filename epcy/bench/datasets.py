@@ -160,7 +160,7 @@ class DataSet:
             ]
             dtypes = [part.dtype for part in self.sent(setting.rank)]
             parts = [
-                xp.concatenate(of_part).view(dtype)
+                xp.ascontiguousarray(xp.concatenate(of_part)).view(dtype)
                 for of_part, dtype in zip(zip(*pieces, strict=True), dtypes, strict=True)
             ]
             return Received(parts, xp.asarray(self.rows_here), counts=xp.asarray(self.counts))
