@@ -56,7 +56,7 @@ cdef class NvshmemBackend(Backend):
     cdef uint32_t num_tickets, num_resets, num_calls
     cdef bint reset_is_open             # one has begun and did not end
     cdef int dispatch_peer_blocks, dispatch_own_blocks, expert_own_blocks, expert_copy_blocks
-    cdef int combine_blocks, combine_expert_blocks
+    cdef int combine_blocks, combine_expert_blocks, num_multiprocessors
     cdef object last_error              # what was told last of calls that nobody waited for
     cdef list alive                     # events whose work may still need its arrays, oldest first
     cdef list captured                  # arrays that graphs may use

@@ -179,6 +179,7 @@ cdef class NvshmemBackend(Backend):
                 self.counters = Counters()
                 self.counters.open(self.meter, self.start + self.peers.control.counters, self.device,
                                    epcy_num_local_experts(&self.shape))
+            self.num_multiprocessors = cupy.cuda.Device(self.device).attributes["MultiProcessorCount"]
             self.choose_blocks(options["num_sms"])
             options["num_sms"] = max(options["num_sms"] or self.combine_blocks, self.dispatch_peer_blocks * (
                 self.num_ranks - 1) + self.dispatch_own_blocks)
@@ -194,7 +195,7 @@ cdef class NvshmemBackend(Backend):
         rows need as many as a peer's. In the expert layout a rank also copies rows, or sums them, in its own memory."""
         others = self.num_ranks - 1
         each = -(-8 // max(1, others))
-        most = self.xp.cuda.Device(self.device).attributes["MultiProcessorCount"]   # all blocks run at once
+        most = self.num_multiprocessors     # all blocks run at once
         if num_sms:
             num_sms = min(num_sms, most)
             each = max(1, min(each, num_sms // self.num_ranks))

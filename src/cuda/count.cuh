@@ -42,6 +42,16 @@ struct Share {
   }
 };
 
+// A whole warp: the sum of n over this lane and all before it.
+template <typename Int> EPCY_DEVICE Int sum_up_to(Int n) {
+#pragma unroll 1
+  for (int step = 1; step < 32; step *= 2) {
+    const Int other = __shfl_up_sync(~0u, n, step);
+    if ((int)(threadIdx.x & 31) >= step) n += other;
+  }
+  return n;
+}
+
 // The part-th of num parts of n things begins here: n part / num, without a division of 64 bits.
 EPCY_DEVICE int part_of(int n, int part, int num) {
   const unsigned each = (unsigned)n / num, rest = (unsigned)n % num;
@@ -176,13 +186,7 @@ EPCY_DEVICE void add_up(const Step &s, Counts *counts) {
   int run = 0;
 #pragma unroll 1
   for (int source = 0; source < s.num_ranks; source++) {
-    const int n = counts->n[source * C + lane];
-    int upto = n;
-#pragma unroll 1
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, upto, step);
-      if (lane >= step) upto += other;
-    }
+    const int n = counts->n[source * C + lane], upto = sum_up_to(n);
     counts->base[source * C + lane] = run + upto - n;
     run += __shfl_sync(~0u, upto, 31);
   }
@@ -197,13 +201,7 @@ EPCY_DEVICE void share_chunk(const epcy_cuda_dispatch &a, const Role &role, int 
 EPCY_DEVICE void share_evenly(const Step &s, const epcy_cuda_dispatch &a, const Role &role, Share *share) {
   const int c = threadIdx.x & 31, num_chunks = role.d == s.me ? a.routing.num_own_chunks : a.routing.num_peer_chunks;
   const int n = c < num_chunks ? a.routing.chunk_count[role.d * C + c] : 0, base = a.routing.chunk_base[role.d * C];
-  int upto = n;
-#pragma unroll 1
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, upto, step);
-    if (c >= step) upto += other;
-  }
-  const int all = __shfl_sync(~0u, upto, 31), before = upto - n;
+  const int upto = sum_up_to(n), all = __shfl_sync(~0u, upto, 31), before = upto - n;
   const int from = part_of(all, role.j, role.g), to = part_of(all, role.j + 1, role.g);
   const int skip = from > before ? from - before : 0, end = to < upto ? to - before : n;
   const unsigned used = __ballot_sync(~0u, skip < end);
@@ -230,7 +228,6 @@ EPCY_DEVICE void count_received(const Step &s, const epcy_cuda_routing &routing,
     const int n = __ldcg(routing.recv_count + q);
     if (n) add_to(&c->tokens_from[q / C], n);
   }
-  for (int e = at; with_experts && e < (int)epcy_num_local_experts(&s.p.shape); e += all)
-    add_to(experts + e, __ldcg(routing.experts + e));
+  for (int e = at; with_experts && e < s.p.num_local; e += all) add_to(experts + e, __ldcg(routing.experts + e));
   if (at == 0) atomicMax((unsigned long long *)&c->most_rows[area], (unsigned long long)rows);
 }

@@ -93,12 +93,7 @@ EPCY_DEVICE void place_experts(const Step &s, const epcy_cuda_dispatch &a, int n
     for (int first = 0; first < L; first += 32) {
       const int e = first + lane, mine = e < L ? count[e] : 0;
       const int64_t rows = epcy_padded(mine, a.alignment);
-      int64_t upto = rows;
-#pragma unroll 1
-      for (int step = 1; step < 32; step *= 2) {
-        const int64_t other = __shfl_up_sync(~0u, upto, step);
-        if (lane >= step) upto += other;
-      }
+      const int64_t upto = sum_up_to(rows);
       if (e < L) {
         a.routing.offsets[e] = run + upto - rows, a.routing.experts[e] = mine, count[e] = (int)(run + upto - rows);
         if (s.p.ticket) s.tell(&reported[e], mine);

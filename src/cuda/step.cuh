@@ -124,9 +124,8 @@ struct Step {
       const uint32_t theirs = wait(header(me, from) + which, EPCY_CUDA_HEADERS, from, &ok);
       if (blockIdx.x == 0 && which == 0) stamp_wait(p, from, since);
       if (!ok) atomicMax(verdict, (int)EPCY_VERDICT_BROKEN);
-      else if (which) (void)theirs;
-      else if (theirs & EPCY_HEADER_REFUSED) atomicMax(verdict, (int)EPCY_VERDICT_REFUSED);
-      else if ((theirs ^ mine) & EPCY_HEADER_COMPARED) atomicMax(verdict, (int)EPCY_VERDICT_MISMATCH);
+      else if (which == 0 && (theirs & EPCY_HEADER_REFUSED)) atomicMax(verdict, (int)EPCY_VERDICT_REFUSED);
+      else if (which == 0 && ((theirs ^ mine) & EPCY_HEADER_COMPARED)) atomicMax(verdict, (int)EPCY_VERDICT_MISMATCH);
     }
     __syncthreads();
     stamp(EPCY_SPAN_EXCHANGE);

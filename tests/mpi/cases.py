@@ -5,7 +5,10 @@ Every rank draws the inputs of all ranks, so that each can run the reference and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,6 +265,40 @@ def raised(call: Any) -> BaseException | None:
     except Exception as error:
         return error
     return None
+
+
+def works(buf: Any, seed: int = 3) -> None:
+    """A legal dispatch and combine are right. Collective."""
+    options = buf.options
+    sent = draw(
+        seed,
+        buf.size,
+        min(6, options["num_max_tokens_per_rank"]),
+        num_experts=buf.num_local_experts * buf.size,
+        hidden=options["hidden"],
+        num_topk=options["num_topk"],
+    )
+    r, routing = check_dispatch(buf, sent)
+    check_combine(buf, r.handle, routing, seed)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[list[int]]:
+    """A thread that counts up the one number of the list, every millisecond, as long as it gets the interpreter."""
+    counts, over = [0], threading.Event()
+
+    def count() -> None:
+        while not over.is_set():
+            counts[0] += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        yield counts
+    finally:
+        over.set()
+        thread.join()
 
 
 def told(buf: Any, call: Any) -> BaseException | None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from epcy import reference
-from mpi.cases import DTYPES, Sent, assert_bits, draw_rows, mine, raised, to_device, to_host
+from mpi.cases import DTYPES, Sent, assert_bits, draw, draw_rows, mine, raised, to_device, to_host
 
 
 def most_tokens(buf: Any) -> int:
@@ -120,3 +120,10 @@ def late_error(buf: Any, call: Any) -> BaseException | None:
 def host_list(a: Any) -> list[int]:
     listed: list[int] = to_host(a).tolist()
     return listed
+
+
+def works(buf: Any, seed: int = 0, **options: Any) -> None:
+    """A legal dispatch and combine are right. Collective."""
+    sent = draw(seed, buf.size, 6, num_experts=4 * buf.size, hidden=buf.options["hidden"])
+    handle, routing = check_dispatch(buf, sent, **options)
+    check_combine(buf, handle, routing, seed, dispatched=sent.weights)

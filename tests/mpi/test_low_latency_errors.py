@@ -1,14 +1,13 @@
 """Low-latency calls that are wrong, that do not fit together, or whose peers are late: C3, C5, C7, C11, C15."""
 
-import threading
 import time
 
 import numpy as np
 import pytest
 
 import epcy
-from mpi.cases import DTYPES, draw, mine, raised, to_device
-from mpi.low_latency_cases import check_combine, check_dispatch, host_list, late_error
+from mpi.cases import DTYPES, counting, draw, mine, raised, to_device
+from mpi.low_latency_cases import check_combine, check_dispatch, host_list, late_error, works
 
 BF16 = DTYPES["bfloat16"]
 X, IDX = np.ones((4, 512), BF16), np.zeros((4, 2), np.int64)
@@ -27,12 +26,6 @@ def make(make_buffer):
 def two_ranks(comm):
     if comm.size == 1:
         pytest.skip("two ranks")
-
-
-def works(buf, seed=0):
-    sent = draw(seed, buf.size, 6, num_experts=4 * buf.size, hidden=buf.options["hidden"])
-    handle, routing = check_dispatch(buf, sent, use_fp8=False)
-    check_combine(buf, handle, routing, seed, dispatched=sent.weights)
 
 
 def d(*texts, x=X, idx=IDX, w=None, **options):
@@ -131,7 +124,7 @@ def test_wrong_arguments(comm, make, case, culprit):
                 assert host_list(result[0][1]) == [0] * 4
                 assert isinstance(raised(result[0][2].check), epcy.PeerError)
         assert raised(buf.check) is None or culprit == "all"
-    works(buf)
+    works(buf, use_fp8=False)
 
 
 def test_fp8_of_an_odd_hidden(comm, make):
@@ -149,7 +142,7 @@ def test_fp8_of_an_odd_hidden(comm, make):
     x = to_device(buf, X[:, :128].copy())
     error = raised(lambda: buf.low_latency_dispatch(x, idx, round_scale=True, use_ue8m0=True))
     assert type(error) is epcy.ArgumentError and "use_ue8m0: " in str(error) and "512" in str(error)
-    works(buf)
+    works(buf, use_fp8=False)
 
 
 @pytest.mark.parametrize("value", ["E", -2, 2**40])
@@ -170,7 +163,7 @@ def test_c3_bad_ids(comm, make, value):
         for text in (f"rank {culprit}", "token 3", "lane 1", str(value), "topk_idx"):
             assert text in str(error), error
     assert raised(buf.check) is None
-    works(buf)
+    works(buf, use_fp8=False)
 
 
 def test_c5_too_many_tokens(comm, make):
@@ -184,7 +177,7 @@ def test_c5_too_many_tokens(comm, make):
     assert type(error) is (epcy.CapacityError if comm.rank == 0 else epcy.PeerError)
     for text in ("9 tokens", "num_max_low_latency_tokens_per_rank=8"):
         assert text in str(error)
-    works(buf)
+    works(buf, use_fp8=False)
 
 
 FIELDS = ["x.dtype", "use_fp8", "round_scale", "use_ue8m0", "topk_weights"]
@@ -218,7 +211,7 @@ def test_c7_calls_differ(comm, make, what):
         for text in (what.removeprefix("combine: "), "rank 0: ", f"rank {comm.size - 1}: "):
             assert text in str(error), error
         assert len(set(comm.allgather(str(error)))) == 1
-    works(buf)
+    works(buf, use_fp8=False)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +250,7 @@ def test_c7_operations_differ(comm, make, one, two, backend):
     if backend == "nvshmem":
         buf.reset()  # a rank may have seen the mismatch where another one's wait expired
     for seed in range(3):
-        works(buf, seed)
+        works(buf, seed, use_fp8=False)
         buf.low_latency_combine_input(handle)
         y = buf.low_latency_combine_input(handle)
         buf.low_latency_combine(y, None, None, handle)
@@ -311,7 +304,7 @@ def test_c11_too_late(comm, make, operation):
         error = raised(calls[operation])
         assert type(error) is epcy.PeerTimeoutError and "gave up" in str(error)
     buf.reset()
-    works(buf)
+    works(buf, use_fp8=False)
 
 
 @pytest.mark.host_only("the host waits for a slot")
@@ -330,7 +323,7 @@ def test_a_rank_that_does_not_receive(comm, make):
         )
     comm.Barrier()
     buf.reset()
-    works(buf)
+    works(buf, use_fp8=False)
 
 
 @pytest.mark.usefixtures("two_ranks")
@@ -371,19 +364,9 @@ def test_c15_other_threads_run(comm, make):
     buf.barrier()
     if comm.rank == comm.size - 1:
         time.sleep(1)
-    counts, over = [0], threading.Event()
-
-    def count():
-        while not over.is_set():
-            counts[0] += 1
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    start = time.monotonic()
-    buf.low_latency_dispatch(x, idx)
-    waited, reached = time.monotonic() - start, counts[0]
-    over.set()
-    thread.join()
+    with counting() as counts:
+        start = time.monotonic()
+        buf.low_latency_dispatch(x, idx)
+        waited, reached = time.monotonic() - start, counts[0]
     if comm.rank == 0:
         assert waited > 0.7 and reached > 100

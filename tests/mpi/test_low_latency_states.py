@@ -12,6 +12,7 @@ from mpi.low_latency_cases import (
     expected,
     expert_rows,
     late_error,
+    works,
 )
 
 
@@ -26,12 +27,6 @@ def make(make_buffer):
 def sends(buf, sent, **options):
     x, idx, weights = mine(buf, sent)
     return buf.low_latency_dispatch(x, idx, weights, use_fp8=False, return_recv_hook=True, **options)
-
-
-def works(buf, seed=0):
-    sent = draw(seed, buf.size, 6, num_experts=4 * buf.size)
-    handle, routing = check_dispatch(buf, sent)
-    check_combine(buf, handle, routing, seed, dispatched=sent.weights)
 
 
 def refused(call, *texts):

@@ -1,12 +1,11 @@
 """Cases C11, a late peer, and C15, the GIL during a wait. Killed ranks and Ctrl-C: test_jobs.py."""
 
-import threading
 import time
 
 import pytest
 
 import epcy
-from mpi.cases import check_combine, check_dispatch, draw, raised, to_expert_0, told
+from mpi.cases import check_combine, check_dispatch, counting, draw, raised, to_expert_0, told
 
 
 @pytest.fixture(autouse=True)
@@ -90,21 +89,10 @@ def test_c15_other_threads_run(comm, make_buffer):
     late = comm.size - 1
     if comm.rank == late:
         time.sleep(1)
-    counts, over = [0], threading.Event()
-
-    def count():
-        while not over.is_set():
-            counts[0] += 1
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    start = time.monotonic()
-    buf.dispatch(x, idx)
-    waited = time.monotonic() - start
-    reached = counts[0]
-    over.set()
-    thread.join()
+    with counting() as counts:
+        start = time.monotonic()
+        buf.dispatch(x, idx)
+        waited, reached = time.monotonic() - start, counts[0]
     if comm.rank == 0:
         assert waited > 0.7
         assert reached > 100
