@@ -34,7 +34,7 @@ cdef class Counters:
         self.calls = []
         check(epcy_cuda_compare_clocks(20, &self.ahead_ns, &error_ns), "comparing clocks")
         meter.clock_error_ns = error_ns
-        meter.refresh = self.read
+        meter.refresh, meter.forget = self.read, self.forget_most_rows
         return 0
 
     cdef object open_page(self, directory):
@@ -80,7 +80,7 @@ cdef class Counters:
         """Read a last time: the memory goes; and so does the page."""
         with contextlib.suppress(BackendError):     # why the Buffer ends is somebody else's to tell
             self.read()
-        self.meter.refresh = None
+        self.meter.refresh = self.meter.forget = None
         self.meter.attach(None)
         self.status = NULL
         if self.page_path is not None:
@@ -127,6 +127,17 @@ cdef class Counters:
                 epcy_meter_rows(m, RECEIVE_ROWS, r, now.most_rows[r])
             self.seen = fetched
             self.read_stamps(now)
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
+    def forget_most_rows(self):
+        """Let the kernels find anew how full the receive areas are; all else counts on, and is read as differences."""
+        cdef epcy_counters *at = <epcy_counters *>self.address
+        cdef uint64_t[2] none = [0, 0]
+        cdef int previous = 0
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            check(epcy_cuda_put(&at.most_rows[0], &none[0], sizeof(none)), "cudaMemcpy")
         finally:
             epcy_cuda_set_device(previous, NULL)
 

@@ -72,6 +72,7 @@ cdef class Meter:
     cdef int64_t row_bytes, low_latency_row_bytes
     cdef public int64_t clock_error_ns      # how far off its times may be: 0 on the host
     cdef public object refresh              # called before reading, where counts lie on a GPU; or None
+    cdef public object forget               # called by set_back(), there: let how full areas were begin anew; or None
     cdef object page                        # keeps the running sums' memory
     cdef tuple zero                         # running sums at the last reset
     cdef double since                       # time.monotonic() of it

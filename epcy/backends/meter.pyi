@@ -11,6 +11,7 @@ NUM_EVENTS: int
 class Meter:
     clock_error_ns: int
     refresh: Callable[[], object] | None
+    forget: Callable[[], object] | None
     flows: list[tuple[int, int, tuple[int, ...]]] | None
     @property
     def rank(self) -> int: ...

@@ -85,6 +85,8 @@ cdef class Meter:
         cdef epcy_gauges *g = self.m.gauges
         cdef int64_t *experts = epcy_gauge_experts(g)
         cdef int i
+        if self.forget is not None:
+            self.forget()
         epcy_meter_reset(self.m)
         self.zero = (g.num_calls, g.busy_ns, g.wait_ns, g.bytes_moved, [experts[i] for i in range(g.num_experts)])
         self.since = time.monotonic()
@@ -151,11 +153,11 @@ cdef class Meter:
 
     def events(self, uint64_t first=0):
         """The spans from the first-th on that the ring still has, as (start_ns, end_ns, epoch, name), oldest first."""
-        cdef uint64_t at, end = self.m.num_events
+        cdef uint64_t at = first, end
         cdef const epcy_event *e
         if self.refresh is not None:
             self.refresh()
-        at = first
+        end = self.m.num_events
         if end > self.m.capacity and at < end - self.m.capacity:
             at = end - self.m.capacity
         found = []

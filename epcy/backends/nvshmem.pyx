@@ -797,6 +797,8 @@ cdef class NvshmemBackend(Backend):
         check(epcy_cuda_launch_reset(&peers, &self.wire, self.num_resets, <void *>self.own_stream), "launching reset")
         self.wait_report(peers.ticket, self.rank, 1, 0, "reset")
         self.reset_is_open = self.broken = False
+        # The same on every rank, whatever calls each had tried: handles are compared by the number of their call.
+        self.num_calls = int(self.fetch(self.peers.control.local, 1, np.uint32)[0])
 
     def close(self, bint together):
         """Give the memory back; `together` is collective."""

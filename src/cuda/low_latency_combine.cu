@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
     if (!by_source && given && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
       ByRank<Dtype, Rows, Fast>::send_weights(s, a);
       verdict = s.gather(s.look_for_headers(), &ignored);
+      if (EPCY_RARELY(verdict != EPCY_VERDICT_OK) && head && lane == 0) report(c, s.kind, s.epoch, verdict);
     }
     const int items = verdict == EPCY_VERDICT_OK ? __reduce_max_sync(~0u, tokens) * P : 0;
 #pragma unroll 1

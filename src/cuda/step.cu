@@ -24,6 +24,8 @@ __global__ void __launch_bounds__(256, 1)
   s.announce(header, 0, 0, EPCY_GRID(1, 0, 0));
   s.gather(header, &verdict);
   s.finish(&verdict);
+  __syncthreads();
+  if (threadIdx.x == 0 && s.broken()) verdict = EPCY_VERDICT_BROKEN; // somebody came here, but left before the end
   if (threadIdx.x == 0 && (s.p.ticket || !(header & EPCY_HEADER_REFUSED))) s.report(s.me, verdict);
 }
 
