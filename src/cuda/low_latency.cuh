@@ -12,10 +12,11 @@
 //    no other block of this launch reads, and only after all its threads have read theirs. A call that is received by
 //    another kernel keeps its epoch in the handle.
 //
-// What makes these kernels fast is what they do not do. They run almost every instruction once, so that fetching it costs
-// more than executing it: the way of an ordinary call is short and straight, loops that do not pay stay rolled, and what
-// goes wrong is called, not inlined. And a load takes longer than all arithmetic: those that need not wait for others are
-// issued together, at the start, by `load_early`.
+// What makes these kernels fast is what they do not do. They run almost every instruction once, and sixteen warps share
+// a multiprocessor's four schedulers, so that each instruction of a warp's way costs four cycles or more: the way of an
+// ordinary call is short and straight, loops that do not pay stay rolled, what goes wrong is called, not inlined, and
+// what one block can do for all is done by one that carries no tokens, the clerk. And a load takes longer than all
+// arithmetic: those that need not wait for others are issued together, at the start, by `load_early`.
 #pragma once
 #include "launch.cuh"
 #include "lines.cuh"
@@ -32,6 +33,16 @@ EPCY_DEVICE uint32_t make_place(int local, int ordinal, bool repeated) {
 constexpr int kRepeatedRow = 1 << 30;
 EPCY_DEVICE uint32_t make_lane(int owner, int first) { return (uint32_t)owner | (uint32_t)first << 8; }
 
+// Sizes that a kernel knows when it is compiled; 0: they are the call's.
+template <int Ranks, int Topk> struct Sizes {
+  static constexpr int kRanks = Ranks, kTopk = Topk;
+  EPCY_DEVICE static int ranks(const epcy_low_latency_call &c) { return Ranks ? Ranks : c.num_ranks; }
+  EPCY_DEVICE static int topk(const epcy_low_latency_call &c) { return Topk ? Topk : c.num_topk; }
+  EPCY_DEVICE static int by_topk(const epcy_low_latency_call &c, int n); // n / K
+};
+using AnySizes = Sizes<0, 0>;
+using UsualSizes = Sizes<2, 8>;
+
 // Epoch 0 is what fresh memory holds, and parity must alternate: 2 follows the largest.
 EPCY_DEVICE uint32_t next_epoch(uint32_t e) { return e == 0xFFFFFFFFu ? 2u : e + 1; }
 
@@ -39,6 +50,11 @@ EPCY_DEVICE uint32_t next_epoch(uint32_t e) { return e == 0xFFFFFFFFu ? 2u : e +
 EPCY_DEVICE int quotient(int n, const epcy_divisor &d) {
   const uint32_t q = __umulhi((uint32_t)n, d.inverse);
   return (int)(q + ((uint32_t)n - q * d.by >= d.by));
+}
+
+template <int Ranks, int Topk> EPCY_DEVICE int Sizes<Ranks, Topk>::by_topk(const epcy_low_latency_call &c, int n) {
+  if constexpr (Topk != 0) return n / Topk;
+  else return quotient(n, c.topk);
 }
 
 // One thread: its wait has lasted too long. Called where a warp leaves its wait for good: a call from which the ordinary
@@ -75,8 +91,8 @@ struct LowLatency {
   EPCY_DEVICE uint32_t set() const { return epoch & 1; }
   EPCY_DEVICE uint64_t word(uint32_t value) const { return (uint64_t)epoch << 32 | value; }
   EPCY_DEVICE bool is_now(uint64_t v) const { return (uint32_t)(v >> 32) == epoch; }
-  // The block that speaks for its rank: the last one, which of few tokens has none to send.
-  EPCY_DEVICE bool is_head() const { return blockIdx.x == gridDim.x - 1; }
+  // The block that speaks for its rank, and carries no tokens: the last one.
+  EPCY_DEVICE bool is_clerk() const { return blockIdx.x == gridDim.x - 1; }
   EPCY_DEVICE bool has_peer() const { return lane < c.num_ranks && lane != c.rank; } // a lane a rank
   // The rank that comes `turn` after this one.
   EPCY_DEVICE int after(int turn) const {
@@ -142,7 +158,24 @@ struct LowLatency {
   EPCY_DEVICE ulonglong2 look_for_headers() const {
     return has_peer() ? load_words(header(c.rank, lane)) : make_ulonglong2(0, 0);
   }
-  // Wait for every rank's, and compare; lane r gets T of rank r.
+  EPCY_DEVICE bool misses_header(const ulonglong2 &seen) const {
+    return has_peer() && !(is_now(seen.x) && is_now(seen.y));
+  }
+  // Whether a rank has come to this call with something else in mind.
+  EPCY_DEVICE bool has_other_header(int peer) const {
+    if (peer == c.rank) return false;
+    const uint64_t options = load_word((const uint64_t *)header(c.rank, peer) + 1);
+    return is_now(options) && ((uint32_t)options ^ c.header) & (EPCY_HEADER_COMPARED | EPCY_HEADER_REFUSED);
+  }
+  // Of all ranks: lane r gets T of rank r.
+  EPCY_DEVICE int compare(const ulonglong2 &seen, int *tokens) const {
+    *tokens = lane == c.rank ? c.num_tokens : has_peer() ? (int)(uint32_t)seen.x : 0;
+    const uint32_t differs =
+        has_peer() ? ((uint32_t)seen.y ^ c.header) & (EPCY_HEADER_COMPARED | EPCY_HEADER_REFUSED) : 0;
+    if (!EPCY_RARELY(__any_sync(~0u, differs))) return EPCY_VERDICT_OK;
+    return __any_sync(~0u, differs & EPCY_HEADER_REFUSED) ? EPCY_VERDICT_REFUSED : EPCY_VERDICT_MISMATCH;
+  }
+  // Wait for every rank's, and compare.
   EPCY_DEVICE int gather(ulonglong2 seen, int *tokens) const;
 
   // ---- the end: all threads of a block, once a barrier has followed the reading of the epoch
@@ -153,7 +186,7 @@ struct LowLatency {
       for (int g = blockIdx.x + threadIdx.x * gridDim.x; g < EPCY_LOW_LATENCY_MAX_BLOCKS; g += kThreads * gridDim.x)
         mine->epoch[kind][g] = epoch;
     if (phases == (EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE)) return; // the next call acknowledges this one
-    if (is_head() && threadIdx.x == 0) {
+    if (is_clerk() && threadIdx.x == 0) {
       mine->held[kind][set()] = phases == EPCY_LOW_LATENCY_SEND ? epoch : 0;
       if (phases == EPCY_LOW_LATENCY_SEND) *sent = epoch;
     }
@@ -179,6 +212,8 @@ struct Patience {
     if (turn == 1024) since = now;
     // What a rank sent before it left comes within a tick; more will not come.
     const bool gone = __any_sync(~0u, waits && load_local(left_word(s.c, s.c.peers.rank, peer)) != 0);
+    if (phase == EPCY_CUDA_LINES && __any_sync(~0u, waits && s.has_other_header(peer)))
+      return true; // it sends nothing; the clerk tells why
     const bool late = now - since > (gone ? 1u : (uint32_t)(s.c.peers.timeout_ns >> 20));
     if (!late && !s.is_broken()) return false;
     if (waits) expire(s.c, s.epoch, phase, peer, seen);
@@ -199,16 +234,12 @@ EPCY_DEVICE bool LowLatency::wait_for_acks(uint64_t v) const {
 EPCY_DEVICE int LowLatency::gather(ulonglong2 seen, int *tokens) const {
   Patience patience;
   for (;;) {
-    const bool waits = has_peer() && !(is_now(seen.x) && is_now(seen.y));
+    const bool waits = misses_header(seen);
     if (!EPCY_RARELY(__any_sync(~0u, waits))) break;
     if (patience.over(*this, waits, EPCY_CUDA_HEADERS, lane, seen.x)) return EPCY_VERDICT_BROKEN;
-    seen = look_for_headers();
+    if (waits) seen = look_for_headers();
   }
-  *tokens = lane == c.rank ? c.num_tokens : has_peer() ? (int)(uint32_t)seen.x : 0;
-  const uint32_t differs =
-      has_peer() ? ((uint32_t)seen.y ^ c.header) & (EPCY_HEADER_COMPARED | EPCY_HEADER_REFUSED) : 0;
-  if (!EPCY_RARELY(__any_sync(~0u, differs))) return EPCY_VERDICT_OK;
-  return __any_sync(~0u, differs & EPCY_HEADER_REFUSED) ? EPCY_VERDICT_REFUSED : EPCY_VERDICT_MISMATCH;
+  return compare(seen, tokens);
 }
 
 // One thread: keep for the host, which does not wait, why this call gave nothing.
@@ -238,10 +269,27 @@ static __device__ __noinline__ void report(const epcy_low_latency_call &c, int k
   *(volatile uint32_t *)&r->late_verdict = verdict;
 }
 
+// The tokens of each rank that a block carries, and the part of their rows that it carries.
+struct Tour {
+  int token, step, part;
+  EPCY_DEVICE explicit Tour(const LowLatency &s) {
+    const int b = blockIdx.x;
+    token = quotient(b, s.c.num_parts), part = b - token * (int)s.c.num_parts.by;
+    step = quotient(gridDim.x - 1, s.c.num_parts);
+    if (s.is_clerk()) token = 1 << 30, part = 0;
+  }
+};
+
+inline bool is_usual(const epcy_low_latency_call &c) {
+  return c.num_ranks == UsualSizes::kRanks && c.num_topk == UsualSizes::kTopk;
+}
+
+// Blocks with tokens, as many for each part of a row; and the clerk.
 inline int low_latency_grid(const epcy_low_latency_call &c) {
-  const int64_t items = (int64_t)c.num_tokens * c.num_parts.by;
-  const int64_t least = c.max_blocks < EPCY_LOW_LATENCY_MIN_BLOCKS ? c.max_blocks : EPCY_LOW_LATENCY_MIN_BLOCKS;
-  return (int)(items < least ? least : items > c.max_blocks ? c.max_blocks : items);
+  const int P = (int)c.num_parts.by, most = (c.max_blocks - 1) / P, least = EPCY_LOW_LATENCY_MIN_BLOCKS / P;
+  int tokens = c.num_tokens > least ? c.num_tokens : least;
+  if (tokens > most) tokens = most;
+  return (tokens > 0 ? tokens : 1) * P + 1;
 }
 
 template <typename Kernel> int resident_blocks(Kernel kernel, size_t shared, int *blocks) {

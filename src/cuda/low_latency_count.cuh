@@ -16,17 +16,28 @@ struct Id {
   }
 };
 
+// The lane of the same token that names the same expert first; `at`: which lane of its token the thread's is.
+template <typename N> EPCY_DEVICE int first_lane(const epcy_low_latency_call &c, int id, int at) {
+  int first = at;
+#pragma unroll
+  for (int d = 1; d < N::topk(c); d++) { // a vote on equal ids would take a turn for each of them
+    const int other = __shfl_up_sync(~0u, id, d);
+    if (at >= d && other == id) first = at - d;
+  }
+  return first;
+}
+
 // The ids of tokens `begin`, `begin` + 1, ... as a block reads them: a thread an id, whole tokens a warp; the first
 // two of a thread at once, so that those of an ordinary call are there together with everything else.
-struct Ids {
+template <typename N> struct Ids {
   int first, token, step; // the thread's first id; the token it is of; tokens that a block reads at a time
-  int in_warp;            // which of its warp's tokens that is
+  int in_warp, at;        // which of its warp's tokens that is, and which lane of it
   bool used;
   Id ahead[2];
 
   EPCY_DEVICE void load(const epcy_low_latency_dispatch &a, int begin, int end) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, K = a.call.num_topk, tokens = quotient(32, a.call.topk);
-    in_warp = quotient(lane, a.call.topk);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, K = N::topk(a.call), tokens = N::by_topk(a.call, 32);
+    in_warp = N::by_topk(a.call, lane), at = lane - in_warp * K;
     used = in_warp < tokens;
     token = begin + warp * tokens + in_warp, step = kWarps * tokens;
     first = (begin + warp * tokens) * K + lane;
@@ -35,20 +46,21 @@ struct Ids {
   }
   EPCY_DEVICE void look(const epcy_low_latency_dispatch &a, int i, int end, Id *id) const {
     id->low = id->high = -1;
-    if (used && token + i * step < end) id->load(a, first + i * step * a.call.num_topk);
+    if (used && token + i * step < end) id->load(a, first + i * step * N::topk(a.call));
   }
-  // All threads: count the tokens for each expert, those before `mid` in hist[0..E-1], the others in hist[E..2E-1]. A
-  // token that names an expert twice counts once. In *bad the first id, by its place, that is none.
-  EPCY_DEVICE void count(const epcy_low_latency_dispatch &a, int end, int mid, int *hist, unsigned *bad) {
-    const int lane = threadIdx.x & 31, K = a.call.num_topk, E = a.call.num_experts;
-    static_assert(EPCY_LOW_LATENCY_MAX_EXPERTS <= 1 << 20, "an id and a token of a warp in one word");
+  // All threads: count the tokens for each expert, those before `mid` in hist[0..E-1], the others in hist[E..2E-1];
+  // `again`: these have been among the others. A token that names an expert twice counts once. In *bad the first id, by
+  // its place, that is none.
+  EPCY_DEVICE void count(const epcy_low_latency_dispatch &a, int end, int mid, bool again, int *hist, unsigned *bad) {
+    const int K = N::topk(a.call), E = a.call.num_experts;
 #pragma unroll 1
     for (int i = 0; token - in_warp + i * step < end; i++) { // the same for a whole warp
       const Id given = ahead[0];
       ahead[0] = ahead[1], look(a, i + 2, end, &ahead[1]);
       const int id = given.checked(a);
-      const unsigned same = __match_any_sync(~0u, id < 0 ? -1 : id | in_warp << 20);
-      if (id >= 0 && __ffs(same) - 1 == lane) atomicAdd(hist + (token + i * step < mid ? id : E + id), 1);
+      const bool repeated = first_lane<N>(a.call, id, at) != at;
+      if (id >= 0 && !repeated) atomicAdd(hist + (token + i * step < mid ? id : E + id), 1);
+      if (EPCY_RARELY(again && id >= 0 && !repeated)) atomicAdd(hist + E + id, -1);
       if (EPCY_RARELY(id < 0 && !given.is_unused(a) && bad)) atomicMin(bad, (unsigned)(first + i * step * K));
     }
   }

@@ -14,37 +14,39 @@ namespace {
 
 enum { kBytes = kFp32 + 1 }; // rows travel as they are; else the kind that is cast to FP8
 constexpr int kBoth = EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE;
-constexpr int kClerk = kWarps - 1; // the warp of a block that sees to acknowledgements and the header: it casts nothing
+// Warps of a block that cast nothing: one sees to acknowledgements, one sends the lanes of the block's tokens.
+constexpr int kAcks = kWarps - 1, kScribe = kWarps - 2;
 
 struct Shared {
   uint4 payload[kCasters];
   float scale[kGroups];
+  uint32_t places[32]; // of the first token's lanes here
+  float weights[32];
   unsigned bad;
 };
 
-// What a thread reads of an item before anything else.
-template <int From> struct Input {
+// What a thread reads of a token before anything else.
+template <int From, typename N> struct Input {
   Caster<From == kBytes ? kBf16 : From> raw;
   uint4 unit;
   Id id; // of lane `lane`
   float weight;
 
-  EPCY_DEVICE void load(const epcy_low_latency_dispatch &a, int t, int part, bool real) {
-    const int lane = threadIdx.x & 31, K = a.call.num_topk;
+  EPCY_DEVICE void load(const epcy_low_latency_dispatch &a, int t, const Tour &tour, const Seat &seat, bool real) {
+    const int lane = threadIdx.x & 31, K = N::topk(a.call);
     const char *row = a.x + (int64_t)t * a.x_stride_bytes;
     if constexpr (From == kBytes) {
-      const Seat seat(a.call, part);
       unit = make_uint4(0, 0, 0, 0);
       if (real && seat.has_data) unit = load_early((const uint4 *)(row + seat.offset));
     } else {
-      const int at = part * kCasters + threadIdx.x;
+      const int at = tour.part * kCasters + threadIdx.x;
       raw.clear();
       if (real && threadIdx.x < kCasters && at * 16 < a.call.row_bytes) raw.load(row, at);
     }
     id.low = id.high = -1, weight = 1.0f;
     if (real && lane < K) {
       id.load(a, t * K + lane);
-      if (a.topk_weights) weight = load_early(a.topk_weights + t * K + lane);
+      if (a.topk_weights && threadIdx.x >> 5 == kScribe) weight = load_early(a.topk_weights + t * K + lane);
     }
   }
 };
@@ -60,15 +62,15 @@ EPCY_DEVICE uint32_t line_scale(const epcy_low_latency_dispatch &a, const Shared
 }
 
 // This rank receives nothing: say so wherever a combine would look. Written by the blocks that wrote it before.
-__device__ __noinline__ void forget(const epcy_low_latency_dispatch &a) {
-  const int G = gridDim.x, L = (int)a.call.num_local.by, P = (int)a.call.num_parts.by;
+__device__ __noinline__ void forget(const epcy_low_latency_dispatch &a, const Tour &tour) {
   __syncthreads();
-  if (blockIdx.x == 0 && (int)threadIdx.x < a.call.num_ranks) a.call.handle.tokens[threadIdx.x] = 0;
 #pragma unroll 1
-  for (int i = blockIdx.x; threadIdx.x == 0 && i < a.call.num_tokens * P; i += G)
-    if (i % P == 0) a.call.handle.ranks[i / P] = 0;
+  for (int t = tour.token; threadIdx.x == 0 && tour.part == 0 && t < a.call.num_tokens; t += tour.step)
+    a.call.handle.ranks[t] = 0;
+  if (blockIdx.x != gridDim.x - 1) return; // the clerk:
+  if ((int)threadIdx.x < a.call.num_ranks) a.call.handle.tokens[threadIdx.x] = 0;
 #pragma unroll 1
-  for (int e = blockIdx.x + threadIdx.x * G; e < L; e += kThreads * G) a.recv_count[e] = a.call.handle.counts[e] = 0;
+  for (int e = threadIdx.x; e < (int)a.call.num_local.by; e += kThreads) a.recv_count[e] = a.call.handle.counts[e] = 0;
 }
 
 // One thread: keep the first bad id for the handle's check(), and for the Buffer's if none is kept there.
@@ -84,33 +86,33 @@ __device__ __noinline__ void tell_bad(const epcy_low_latency_dispatch &a, uint32
   *(volatile uint32_t *)&bad->epoch = epoch;
 }
 
-// All threads: send this block's items; the first one's own copy goes to *own if `Keeps`. False: gave up. `hist`: [2][E].
-template <int From, bool Keeps>
-EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, Shared &shared, int *hist,
-                      Arrival *own) {
+// All threads: send this block's tokens; the first one's own copy stays in *own and `shared` if `Keeps`. False: gave up.
+// `hist`: [2][E].
+template <int From, bool Keeps, typename N>
+EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, const Tour &tour, const Seat &seat,
+                      Shared &shared, int *hist, uint4 *own) {
   const epcy_low_latency_call &c = a.call;
-  const int lane = s.lane, warp = threadIdx.x >> 5, b = blockIdx.x, G = gridDim.x;
-  const int K = c.num_topk, E = c.num_experts, P = (int)c.num_parts.by, T = c.num_tokens, items = T * P;
-  const bool clerk = warp == kClerk, head = clerk && s.is_head();
-  int item = b, t = quotient(item, c.num_parts), part = item - t * P;
-  Input<From> in;
-  in.load(a, t, part, item < items);
-  Ids ids;
+  const int lane = s.lane, warp = threadIdx.x >> 5, K = N::topk(c), E = c.num_experts, T = c.num_tokens;
+  const bool is_clerk = s.is_clerk(), speaks = is_clerk && warp == kAcks;
+  int t = tour.token;
+  Input<From, N> in;
+  in.load(a, t, tour, seat, t < T);
+  Ids<N> ids;
   ids.load(a, 0, T);
   uint64_t acks = 0;
   uint2 held = make_uint2(0, 0);
   uint32_t broken = 0;
-  if (clerk) acks = s.look_for_acks(), broken = load_local(c.broken);
-  if (head) held = s.look_for_held();
+  if (warp == kAcks) acks = s.look_for_acks(), broken = load_local(c.broken);
+  if (speaks) held = s.look_for_held();
 #pragma unroll 1
   for (int i = threadIdx.x; i < 2 * E; i += kThreads) hist[i] = 0;
   if (threadIdx.x == 0) shared.bad = ~0u;
   __syncthreads();
-  if (head) s.acknowledge(held);
+  if (speaks) s.acknowledge(held);
 
   for (int end = T, mid = t;; end = mid = t) {
-    const bool first = item == b, real = item < items;
-    ids.count(a, end, mid, hist, first && s.is_head() ? &shared.bad : nullptr);
+    const bool first = t == tour.token, real = t < T, by_wire = !Keeps || !first;
+    ids.count(a, end, mid, !first, hist, is_clerk ? &shared.bad : nullptr);
     if constexpr (From != kBytes) {
       uint4 out;
       float scale;
@@ -120,13 +122,28 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, S
         if (threadIdx.x % 8 == 0) shared.scale[threadIdx.x / 8] = scale;
       }
     }
-    const int id = in.id.checked(a), owner = id < 0 ? -1 : quotient(id, c.num_local);
-    const unsigned same = __match_any_sync(~0u, id), ranks = __reduce_or_sync(~0u, id < 0 ? 0u : 1u << owner);
-    const bool fails = clerk && first && (broken || !s.wait_for_acks(acks));
+    const int id = in.id.checked(a), owner = id < 0 ? 31 : quotient(id, c.num_local);
+    const unsigned ranks = __reduce_or_sync(~0u, id < 0 ? 0u : 1u << owner);
+    const int earlier = warp == kScribe ? first_lane<N>(c, id, lane) : 0;
+    const bool fails = warp == kAcks && first && (broken || !s.wait_for_acks(acks));
     if (__syncthreads_or(fails)) return false;
 
-    const bool by_wire = !Keeps || !first;
-    const Seat seat(c, part);
+    if (warp == kScribe && real && lane < K) {
+      const uint32_t place = id < 0 ? kNowhere
+                                    : make_place(id - owner * (int)c.num_local.by, hist[id], earlier != lane);
+      const uint64_t weight = s.word(__float_as_uint(in.weight));
+      if (tour.part == 0) {
+#pragma unroll 1
+        for (int turn = by_wire ? 0 : 1; turn < N::ranks(c); turn++) {
+          const int r = s.after(turn);
+          store_words(s.lanes(r, c.rank, t) + lane, s.word(id >= 0 && owner == r ? place : kNowhere), weight);
+        }
+        c.handle.lanes[t * K + lane] = id < 0 ? kNowhere : make_lane(owner, earlier);
+        c.handle.lane_weights[t * K + lane] = in.weight;
+        if (lane == 0) c.handle.ranks[t] = ranks;
+      }
+      if (first) shared.places[lane] = id >= 0 && owner == c.rank ? place : kNowhere, shared.weights[lane] = in.weight;
+    }
     uint4 v;
     if constexpr (From == kBytes) v = in.unit;
     else v = shared.payload[(threadIdx.x >> 3) * 7 + (seat.is_tail ? 0 : threadIdx.x & 7)];
@@ -135,48 +152,30 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, S
 #pragma unroll 1
       for (unsigned left = by_wire ? ranks : ranks & ~(1u << c.rank); left; left &= left - 1)
         store_unit(s.row(__ffs(left) - 1, c.rank, t) + seat.at, v);
-
-    const uint32_t place =
-        id < 0 ? kNowhere : make_place(id - owner * (int)c.num_local.by, hist[id], same & ((1u << lane) - 1));
-    if (real && part == 0 && lane < K) {
+    if (first) *own = v;
+    if (is_clerk) { // it comes here once
 #pragma unroll 1
-      for (int r = warp; r < c.num_ranks; r += kWarps)
-        if (r != c.rank || by_wire || P > 1) // another part of the token may come by the wire
-          store_words(s.lanes(r, c.rank, t) + lane, s.word(owner == r ? place : kNowhere),
-                      s.word(__float_as_uint(in.weight)));
-    }
-    if (first) {
-#pragma unroll 1
-      for (int e = b + threadIdx.x * G; e < E; e += kThreads * G) {
+      for (int e = threadIdx.x; e < E; e += kThreads) {
         const int r = quotient(e, c.num_local);
-        store_word(s.counts(r, c.rank) + (e - r * (int)c.num_local.by), s.word(hist[e] + hist[E + e]));
+        if (!Keeps || r != c.rank)
+          store_word(s.counts(r, c.rank) + (e - r * (int)c.num_local.by), s.word(hist[e] + hist[E + e]));
       }
-      if (head) s.announce(T, c.header);
-      if (head && lane == 0) {
+      if (speaks) s.announce(T, c.header);
+      if (speaks && lane == 0) {
         c.handle.found->has_bad = shared.bad != ~0u;
         if (EPCY_RARELY(shared.bad != ~0u)) tell_bad(a, s.epoch, shared.bad);
       }
-      own->item = b, own->source = c.rank, own->unit = v;
-      own->words = make_ulonglong2(s.word(owner == c.rank ? place : kNowhere), s.word(__float_as_uint(in.weight)));
     }
-    if (real && part == 0 && warp == kClerk) {
-      if (lane < K) {
-        c.handle.lanes[t * K + lane] = id < 0 ? kNowhere : make_lane(owner, __ffs(same) - 1);
-        c.handle.lane_weights[t * K + lane] = in.weight;
-      }
-      if (lane == 0) c.handle.ranks[t] = ranks;
-    }
-    item += G;
-    if (!EPCY_RARELY(item < items)) return true;
     const int before = t;
-    t = quotient(item, c.num_parts), part = item - t * P;
-    in.load(a, t, part, true);
+    t += tour.step;
+    if (!EPCY_RARELY(t < T)) return true;
+    in.load(a, t, tour, seat, true);
     ids.load(a, before, t);
     __syncthreads(); // everybody has read what the next turn writes
   }
 }
 
-template <int From, int Phases>
+template <int From, int Phases, typename N>
 __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_constant__ epcy_low_latency_dispatch a) {
   int *const dynamic =
       (int *)dynamic_shared(); // tokens of this rank for each expert [2][E]; of each rank for mine [R][L]
@@ -185,37 +184,40 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
   constexpr bool keeps = Phases == kBoth; // else the own tokens take the wire too, so that x may change in between
   const epcy_low_latency_call &c = a.call;
   const LowLatency s(c, EPCY_LOW_LATENCY_DISPATCH, sends ? nullptr : c.sent);
-  Arrival own = {};
-  bool fails;
+  const Tour tour(s);
+  const Seat seat(c, tour.part);
+  uint4 own = make_uint4(0, 0, 0, 0);
+  int verdict = EPCY_VERDICT_OK;
   if constexpr (sends) {
-    fails = !send<From, keeps>(s, a, shared, dynamic, &own);
-    if (fails && s.is_head() && threadIdx.x == 0) c.handle.found->has_bad = 0;
-  } else {
-    fails = __syncthreads_or(s.is_broken());
+    if (!send<From, keeps, N>(s, a, tour, seat, shared, dynamic, &own)) verdict = EPCY_VERDICT_BROKEN;
+    if (verdict != EPCY_VERDICT_OK && s.is_clerk() && threadIdx.x == 0) c.handle.found->has_bad = 0;
+  } else if (__syncthreads_or(s.is_broken())) {
+    verdict = EPCY_VERDICT_BROKEN;
   }
-  if (fails && blockIdx.x == 0 && threadIdx.x == 0) c.handle.found->verdict = EPCY_VERDICT_BROKEN;
-  if (receives && !fails) {
-    const bool kept = keeps && (int)blockIdx.x < c.num_tokens * (int)c.num_parts.by;
-    const int verdict = receive(s, a, dynamic + 2 * c.num_experts, own, kept, keeps);
-    if (blockIdx.x == 0 && threadIdx.x == 0 && verdict != EPCY_VERDICT_OK) report(c, s.kind, s.epoch, verdict);
-    fails = verdict != EPCY_VERDICT_OK;
+  if (receives && verdict == EPCY_VERDICT_OK)
+    verdict = receive<N>(s, a, tour, seat, dynamic, dynamic + 2 * c.num_experts, keeps, own, shared.places,
+                         shared.weights);
+  if (s.is_clerk() && threadIdx.x == 0 && (receives || verdict != EPCY_VERDICT_OK)) {
+    c.handle.found->verdict = verdict;
+    if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) report(c, s.kind, s.epoch, verdict);
   }
-  if (EPCY_RARELY(fails)) forget(a);
+  if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) forget(a, tour);
   s.leave(Phases, c.sent);
 }
 
 size_t shared_bytes(const epcy_shape &shape) { return (size_t)shape.num_experts * 3 * 4; }
 
-template <int Phases> auto kernel_of(bool fp8, int dtype) {
-  return !fp8             ? dispatch_tokens<kBytes, Phases>
-         : dtype == kBf16 ? dispatch_tokens<kBf16, Phases>
-         : dtype == kFp16 ? dispatch_tokens<kFp16, Phases>
-                          : dispatch_tokens<kFp32, Phases>;
+template <int Phases, typename N> auto kernel_of(bool fp8, int dtype) {
+  return !fp8             ? dispatch_tokens<kBytes, Phases, N>
+         : dtype == kBf16 ? dispatch_tokens<kBf16, Phases, N>
+         : dtype == kFp16 ? dispatch_tokens<kFp16, Phases, N>
+                          : dispatch_tokens<kFp32, Phases, N>;
 }
-auto kernel_of(bool fp8, int dtype, int phases) {
-  return phases == kBoth                   ? kernel_of<kBoth>(fp8, dtype)
-         : phases == EPCY_LOW_LATENCY_SEND ? kernel_of<EPCY_LOW_LATENCY_SEND>(fp8, dtype)
-                                           : dispatch_tokens<kBytes, EPCY_LOW_LATENCY_RECEIVE>; // any: lines are lines
+auto kernel_of(bool fp8, int dtype, int phases, bool usual) {
+  return phases == kBoth                   ? usual ? kernel_of<kBoth, UsualSizes>(fp8, dtype)
+                                                   : kernel_of<kBoth, AnySizes>(fp8, dtype)
+         : phases == EPCY_LOW_LATENCY_SEND ? kernel_of<EPCY_LOW_LATENCY_SEND, AnySizes>(fp8, dtype)
+                                           : dispatch_tokens<kBytes, EPCY_LOW_LATENCY_RECEIVE, AnySizes>; // lines are lines
 }
 
 } // namespace
@@ -223,12 +225,13 @@ auto kernel_of(bool fp8, int dtype, int phases) {
 extern "C" int epcy_cuda_low_latency_dispatch_blocks(const epcy_shape *shape, int *blocks) {
   *blocks = EPCY_LOW_LATENCY_MAX_BLOCKS;
   int error = 0;
-  for (int i = 0; i < 12 && !error; i++)
-    error = resident_blocks(kernel_of(i % 4 != 3, i % 4, 1 + i / 4), shared_bytes(*shape), blocks);
+  for (int i = 0; i < 16 && !error; i++)
+    error = resident_blocks(kernel_of(i % 4 != 3, i % 4, i < 12 ? 1 + i / 4 : kBoth, i < 12), shared_bytes(*shape), blocks);
   return error;
 }
 
 extern "C" int epcy_cuda_launch_low_latency_dispatch(const epcy_low_latency_dispatch *a, void *stream) {
-  const auto kernel = kernel_of(a->call.header & EPCY_LOW_LATENCY_FP8, a->call.dtype, a->call.phases);
-  return launch_together(kernel, low_latency_grid(a->call), kThreads, shared_bytes(a->call.peers.shape), stream, *a);
+  const epcy_low_latency_call &c = a->call;
+  const auto kernel = kernel_of(c.header & EPCY_LOW_LATENCY_FP8, c.dtype, c.phases, is_usual(c));
+  return launch_together(kernel, low_latency_grid(c), kThreads, shared_bytes(c.peers.shape), stream, *a);
 }

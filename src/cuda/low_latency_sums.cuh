@@ -64,11 +64,11 @@ EPCY_DEVICE bool gather_lines(const LowLatency &s, const Rows &rows, unsigned wh
   return true;
 }
 
-// ---- reduction="rank": a sum for each rank that holds rows of a token. `Pair`: of two ranks, by a call that sends and
-// receives, without weights.
-template <int Dtype, typename Rows, bool Pair> struct ByRank {
+// ---- reduction="rank": a sum for each rank that holds rows of a token
+template <int Dtype, typename Rows, typename N> struct ByRank {
   static constexpr uint32_t kHeader = 0;
-  uint4 theirs;
+  static constexpr bool kPair = N::kRanks == 2; // then one line comes, and is looked at early
+  uint4 own, theirs;
   const uint4 *at;
   unsigned ranks; // that hold rows of the token
 
@@ -86,10 +86,11 @@ template <int Dtype, typename Rows, bool Pair> struct ByRank {
   // Wait for them. False: gave up.
   EPCY_DEVICE static bool receive_weights(const LowLatency &s, int source, int t, Lanes &l) {
     const uint64_t *word = s.weights(s.c.rank, source, t) + s.lane;
+    const bool here = l.is_here(s.c);
     uint64_t v = s.word(0);
     Patience patience;
     for (;;) {
-      if (l.here >> s.lane & 1) v = load_word(word);
+      if (here) v = load_word(word);
       if (__all_sync(~0u, s.is_now(v))) break;
       if (patience.over(s, !s.is_now(v), EPCY_CUDA_COUNTS, source, v)) return false;
     }
@@ -98,31 +99,34 @@ template <int Dtype, typename Rows, bool Pair> struct ByRank {
   }
   EPCY_DEVICE static uint32_t slot(const LowLatency &s, int from, int t) { return from * s.c.max_tokens + t; }
 
-  // On the way home, of a token whose lanes are `l`; and a first look at what comes.
-  EPCY_DEVICE void split(const LowLatency &s, const Lanes &l) {
-    ranks = l.others & (0xFFFFFFFFu >> (32 - s.c.num_ranks));
-  }
-  EPCY_DEVICE void look(const LowLatency &s, const Rows &rows, int t) {
-    if constexpr (Pair)
-      if (ranks >> (s.c.rank ^ 1) & 1) at = s.sum(s.c.rank, slot(s, s.c.rank ^ 1, t)), rows.look(at, &theirs);
-  }
   // A whole warp: send its part of a token of `source`; then, or before, call `next`. False: gave up.
   template <typename Next>
   EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, List &list, int source,
                                int t, const Rows &rows, Next next) {
-    if (!Pair && gives_weights(a) && !receive_weights(s, source, t, l)) return false;
-    const uint4 sum = sum_rows<Dtype>(a, l, list, rows, next);
-    rows.send(s, s.sum(source, slot(s, s.c.rank, t)), sum);
+    if (N::kRanks == 0 && gives_weights(a) && !receive_weights(s, source, t, l)) return false;
+    uint4 sum;
+    if (sum_rows<Dtype, N, kRows>(a, l, list, rows, next, [] {}, &sum)) rows.send(s, s.sum(source, slot(s, s.c.rank, t)), sum);
     return true;
   }
-  // A whole warp: its part of a token of this rank; `own` is this rank's sum if `keeps`. False: gave up.
-  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &, const Lanes &, int t,
-                           const Rows &rows, bool keeps, const uint4 &own, uint4 *out) {
-    Sum<Dtype> sum;
+  // A whole warp: its part of a token of this rank, whose lanes are `l`; this rank's own sum takes the wire unless `keeps`.
+  // False: gave up.
+  template <typename Next>
+  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, List &list, int t,
+                           const Rows &rows, bool keeps, Next next, uint4 *out) {
+    ranks = l.others & (0xFFFFFFFFu >> (32 - s.c.num_ranks));
     const unsigned wire = keeps ? ranks & ~(1u << s.c.rank) : ranks;
-    if constexpr (Pair) { // 0 + a + b = 0 + b + a
+    auto look = [&] {
+      if constexpr (kPair)
+        if (wire) at = s.sum(s.c.rank, slot(s, s.c.rank ^ 1, t)), rows.look(at, &theirs);
+    };
+    bool has_own = false;
+    own = nothing();
+    if (keeps) has_own = sum_rows<Dtype, N, kFewRows>(a, l, list, rows, next, look, &own);
+    else next();
+    Sum<Dtype> sum;
+    if constexpr (kPair) { // 0 + a + b = 0 + b + a
       float x[Rows::N];
-      if (ranks >> s.c.rank & 1) rows.own_values(own, x), sum.add(x);
+      if (has_own) rows.own_values(own, x), sum.add(x);
       if (wire) {
         if (!wait_for_lines<1>(s, rows, &at, &theirs, 1, s.c.rank ^ 1)) return false;
         rows.values(s, at, theirs, s.c.rank ^ 1, x), sum.add(x);
@@ -139,44 +143,43 @@ template <int Dtype, typename Rows, bool Pair> struct ByRank {
 };
 
 // ---- reduction="source": every row travels
-template <int Dtype, typename Rows, bool> struct BySource {
+template <int Dtype, typename Rows, typename N> struct BySource {
   static constexpr uint32_t kHeader = EPCY_LOW_LATENCY_SOURCE;
-  EPCY_DEVICE void split(const LowLatency &, const Lanes &) {}
-  EPCY_DEVICE void look(const LowLatency &, const Rows &, int) {}
   template <typename Next>
   EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, List &list, int source,
                                int t, const Rows &rows, Next next) {
-    list.fill(l.brings, l.row, s.lane);
-    const char *y = payload_of(a, rows);
-    const List *left = &list;
-    int n = __popc(l.brings);
+    const uint32_t first_slot = (uint32_t)t * N::topk(s.c);
+    list.fill(l.brings(s.c) ? l.row : -1, 0.0f);
     next();
+    const char *y = payload_of(a, rows);
 #pragma unroll 1
-    for (; n > 0; n -= kRows, left = left->after(kRows)) {
+    for (int k = 0; k < N::topk(s.c); k += kRows) {
       uint4 v[kRows];
-      load_rows(a, left->row, n, y, v);
+      const unsigned here = load_rows<kRows>(a, list, k, y, v);
 #pragma unroll
-      for (int j = 0; j < kRows; j++) {
-        if (j >= n) break;
-        rows.send(s, s.sum(source, (uint32_t)t * s.c.num_topk + left->with[j]), v[j]);
-      }
+      for (int j = 0; j < kRows; j++)
+        if (here >> j & 1) rows.send(s, s.sum(source, first_slot + k + j), v[j]);
     }
     return true;
   }
-  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &l, int t,
-                           const Rows &rows, bool keeps, const uint4 &, uint4 *out) {
-    const int K = s.c.num_topk;
-    const bool used = l.others != kNowhere && (int)(l.others >> 8) < K;
-    const unsigned mine = __ballot_sync(~0u, used && keeps && (int)(l.others & 255) == s.c.rank);
+  template <typename Next>
+  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &l, List &, int t,
+                           const Rows &rows, bool keeps, Next next, uint4 *out) {
+    const int K = N::topk(s.c), my_row = l.is_here(s.c) ? l.row & ~kRepeatedRow : -1;
+    const uint32_t others = l.others;
+    const float weight = l.weight;
+    const bool used = others != kNowhere && (int)(others >> 8) < K;
+    const unsigned mine = __ballot_sync(~0u, used && keeps && (int)(others & 255) == s.c.rank);
     const unsigned which = __ballot_sync(~0u, used);
+    next();
     Sum<Dtype> sum;
-    auto where = [&](int k) { return s.sum(s.c.rank, (uint32_t)t * K + (__shfl_sync(~0u, l.others, k) >> 8)); };
+    auto where = [&](int k) { return s.sum(s.c.rank, (uint32_t)t * K + (__shfl_sync(~0u, others, k) >> 8)); };
     const char *y = payload_of(a, rows);
     auto held = [&](int k) {
-      const int row = __shfl_sync(~0u, l.row, k);
-      return l.here >> k & 1 ? load_early(in_row(a, y, row)) : nothing();
+      const int row = __shfl_sync(~0u, my_row, k);
+      return row >= 0 ? load_early(in_row(a, y, row)) : nothing();
     };
-    auto add = [&](int k, const float *x) { sum.add(__shfl_sync(~0u, l.weight, k), x); };
+    auto add = [&](int k, const float *x) { sum.add(__shfl_sync(~0u, weight, k), x); };
     if (!gather_lines(s, rows, which, which & ~mine, where, held, add)) return false;
     *out = sum.round();
     return true;
