@@ -16,7 +16,7 @@ import numpy as np
 
 from epcy.backends.cuda cimport *
 from epcy.backends.meter cimport (
-    EPCY_GAUGES_AT, EPCY_METER_OPS, EPCY_NUM_SPANS, EPCY_SPAN_CALL, RECEIVE_ROWS, Meter, epcy_gauge_experts,
+    EPCY_GAUGES_AT, EPCY_METER_OPS, EPCY_NUM_SPANS, EPCY_SPAN_CALL, LOW_LATENCY_ROWS, RECEIVE_ROWS, Meter, epcy_gauge_experts,
     epcy_gauges, epcy_gauges_bytes, epcy_meter, epcy_meter_record, epcy_meter_rows)
 from epcy.backends.symmetric cimport check
 
@@ -89,9 +89,9 @@ cdef class Counters:
         self.page = self.page_path = None
         return 0
 
-    cdef int follow(self, int op, const void *chunk_counts, object owner) except -1:
-        """Keep a call's routing until its arrows can be drawn."""
-        self.calls.append((op, <uint64_t>chunk_counts, owner))
+    cdef int follow(self, int op, const int32_t *counts, int num_chunks, object owner) except -1:
+        """Keep where a call's tokens went, so many numbers a rank, until its arrows can be drawn."""
+        self.calls.append((op, <uint64_t>counts, num_chunks, owner))
         return 0
 
     def read(self):
@@ -124,7 +124,8 @@ cdef class Counters:
             for r in range(self.num_experts):
                 all_experts[r] += experts[r] - experts_before[r]
             for r in range(2):
-                epcy_meter_rows(m, RECEIVE_ROWS, r, now.most_rows[r])
+                epcy_meter_rows(m, RECEIVE_ROWS, r, now.most_rows[0][r])
+                epcy_meter_rows(m, LOW_LATENCY_ROWS, r, now.most_rows[1][r])
             self.seen = fetched
             self.read_stamps(now)
         finally:
@@ -133,11 +134,11 @@ cdef class Counters:
     def forget_most_rows(self):
         """Let the kernels find anew how full the receive areas are; all else counts on, and is read as differences."""
         cdef epcy_counters *at = <epcy_counters *>self.address
-        cdef uint64_t[2] none = [0, 0]
+        cdef uint64_t[4] none = [0, 0, 0, 0]
         cdef int previous = 0
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            check(epcy_cuda_put(&at.most_rows[0], &none[0], sizeof(none)), "cudaMemcpy")
+            check(epcy_cuda_put(&at.most_rows[0][0], &none[0], sizeof(none)), "cudaMemcpy")
         finally:
             epcy_cuda_set_device(previous, NULL)
 
@@ -157,7 +158,8 @@ cdef class Counters:
         for _, kind, i in found:
             s = &now.stamps[kind][i]
             self.last_epochs[kind] = <uint32_t>(s.epoch_op >> 32)
-            epochs.setdefault(<uint32_t>s.epoch_op, []).append(s.epoch_op >> 32)
+            if kind < EPCY_STAMP_LOW_LATENCY_DISPATCH_RECEIVE:     # a hook's half has had its arrows
+                epochs.setdefault(<uint32_t>s.epoch_op, []).append(s.epoch_op >> 32)
             self.record(s)
         if self.meter.flows is not None:
             self.draw(epochs)
@@ -168,17 +170,17 @@ cdef class Counters:
         """Tell the trace which tokens went where: where each call made here has its stamp (graphs make others too)."""
         cdef int32_t counts[32 * 32]
         cdef int r, c
-        for op in {op for op, _, _ in self.calls}:
+        for op in {call[0] for call in self.calls}:
             mine = [call for call in self.calls if call[0] == op]
             if len(mine) != len(epochs.get(op, ())):
                 continue
-            for epoch, (_, address, _) in zip(epochs[op], mine):
+            for epoch, (_, address, num_chunks, _) in zip(epochs[op], mine):
                 check(epcy_cuda_fetch(&counts[0], <const void *><uint64_t>address,
-                                      self.meter.num_ranks * EPCY_MAX_CHUNKS * 4), "cudaMemcpy")
+                                      self.meter.num_ranks * num_chunks * 4), "cudaMemcpy")
                 to = [0] * self.meter.num_ranks
                 for r in range(self.meter.num_ranks):
-                    for c in range(EPCY_MAX_CHUNKS):
-                        to[r] += counts[r * EPCY_MAX_CHUNKS + c]
+                    for c in range(num_chunks):
+                        to[r] += counts[r * num_chunks + c]
                 self.meter.flows.append((epoch, op, tuple(to)))
 
     cdef int record(self, const epcy_stamp *s) except -1:

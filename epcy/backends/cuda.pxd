@@ -35,6 +35,7 @@ cdef extern from "epcy/cuda.h" nogil:
         uint32_t broken, blocks_met
 
     enum:
+        EPCY_STAMP_LOW_LATENCY_DISPATCH_RECEIVE
         EPCY_NUM_STAMP_KINDS
         EPCY_NUM_STAMPS
 
@@ -46,7 +47,7 @@ cdef extern from "epcy/cuda.h" nogil:
         uint64_t wait_ns[32]
         uint64_t tokens_to[32]
         uint64_t tokens_from[32]
-        uint64_t most_rows[2]
+        uint64_t most_rows[2][2]
         uint64_t bytes_moved
         epcy_stamp stamps[5][1024]
 

@@ -35,6 +35,7 @@ cdef extern from "epcy/low_latency.h" nogil:
         epcy_low_latency_found *found
         uint32_t *sent
         int64_t *counts
+        int32_t *flows
 
     ctypedef struct epcy_low_latency_call:
         int32_t num_tokens, phases, dtype, max_blocks
@@ -53,7 +54,7 @@ cdef extern from "epcy/low_latency.h" nogil:
         uint32_t *recv_scales
         int64_t *recv_count
         void *stats
-        int32_t is_int64, stats_is_int64, num_scales, part_scales
+        int32_t is_int64, stats_is_int64, num_scales, part_scales, area
         epcy_low_latency_call call
 
     ctypedef struct epcy_low_latency_combine:

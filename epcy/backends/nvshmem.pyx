@@ -382,7 +382,7 @@ cdef class NvshmemBackend(Backend):
             event = self.end(call, stream, capturing,
                              [call.x.owner, call.topk_idx, call.topk_weights, call.scales, handle])
             if self.meter is not None and self.meter.flows is not None and not capturing:
-                self.counters.follow(OP_DISPATCH, handle.routing.chunk_count, handle)
+                self.counters.follow(OP_DISPATCH, handle.routing.chunk_count, EPCY_MAX_CHUNKS, handle)
             if waits:
                 self.wait_report(d.peers.ticket, 0, self.num_ranks, handle.experts.size, "dispatch")
                 handle.num_rows = <uint32_t>self.mapped.report.num_rows
@@ -470,7 +470,7 @@ cdef class NvshmemBackend(Backend):
             if call.consumed >= 0:
                 self.taken[call.consumed] = False
             if self.meter is not None and self.meter.flows is not None and not capturing:
-                self.counters.follow(OP_COMBINE, handle.routing.recv_count, handle)
+                self.counters.follow(OP_COMBINE, handle.routing.recv_count, EPCY_MAX_CHUNKS, handle)
             r = Combine.__new__(Combine)
             r.combined_x = call.out.owner
             if call.out_weights is not None:

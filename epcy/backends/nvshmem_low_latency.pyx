@@ -166,6 +166,12 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         with self.xp.cuda.Stream.from_external(Foreign(call.stream)):
             return copied(array)
 
+    cdef int follow(self, int op, const int32_t *flows, object handle) except -1:
+        """Where a trace is taken, keep where a call's lanes go."""
+        if self.meter is not None and self.meter.flows is not None:
+            self.counters.follow(op, flows, 1, handle)
+        return 0
+
     # ---- dispatch -------------------------------------------------------------------------------------------
 
     cdef CudaLowLatencyHandle make_low_latency_handle(self, LowLatencyDispatchCall call):
@@ -207,7 +213,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             d.recv_scales = <uint32_t *>(area + self.low_latency_area.scales)
             d.num_scales = <int32_t>(hidden // (512 if call.use_ue8m0 else 128))
             d.part_scales = SCALES_OF_PART // 4 if call.use_ue8m0 else SCALES_OF_PART
-        d.stats, d.stats_is_int64 = NULL, 0
+        d.area, d.stats, d.stats_is_int64 = handle.area, NULL, 0
         if call.stats is not None:
             d.stats, d.stats_is_int64 = call.stats.data, call.stats.kind == KIND_INT64
         return check(epcy_cuda_launch_low_latency_dispatch(d, <void *>stream), "launching low_latency_dispatch")
@@ -231,6 +237,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             event = self.end(call, stream, capturing, [call, handle.block])
             if not capturing:
                 handle.event = event
+                self.follow(OP_DISPATCH, handle.arrays.flows, handle)
             if not hook:
                 handle.received = True
                 self.low_latency.has_received(LOW_LATENCY_DISPATCH)
@@ -299,6 +306,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             self.launch_combine(call, step, EPCY_LOW_LATENCY_SEND if hook
                                 else EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE, stream)
             event = self.end(call, stream, capturing, [call, handle.block])
+            if not capturing:
+                self.follow(OP_COMBINE, handle.arrays.flows + self.num_ranks, handle)
             if not hook:
                 self.low_latency.leave_input(call)
                 self.low_latency.has_received(LOW_LATENCY_COMBINE)

@@ -93,6 +93,7 @@ typedef struct epcy_low_latency_handle {
   int32_t *rows;       /* [R][M'][K]: the row here of a lane of that rank, or -1 */
   float *weights;      /* [R][M'][K]: its weight */
   int64_t *counts;     /* [L]: as recv_count */
+  int32_t *flows;      /* [2][R]: lanes of my tokens that went to each rank, and of each rank's that came, for traces */
 } epcy_low_latency_handle;
 
 /* Bytes of a handle at `base`, and where its arrays lie. */
@@ -108,6 +109,7 @@ EPCY_INLINE int64_t epcy_low_latency_handle_layout(const epcy_shape *s, char *ba
   h->rows = (int32_t *)(base + at), at = epcy_round_up(at + R * lanes * 4, EPCY_LINE_BYTES);
   h->weights = (float *)(base + at), at = epcy_round_up(at + R * lanes * 4, EPCY_LINE_BYTES);
   h->counts = (int64_t *)(base + at), at = epcy_round_up(at + epcy_num_local_experts(s) * 8, EPCY_LINE_BYTES);
+  h->flows = (int32_t *)(base + at), at = epcy_round_up(at + 2 * R * 4, EPCY_LINE_BYTES);
   return at;
 }
 
@@ -131,6 +133,7 @@ typedef struct epcy_low_latency_call {
   uint32_t *sent;                                             /* where its epoch is kept between two kernels */
   char *own;                                                  /* peers.base[rank] */
   uint32_t *broken;                                           /* epcy_local's */
+  epcy_counters *counters;
   epcy_low_latency_wire wire;
   epcy_low_latency_handle handle;
   epcy_peers peers; /* its first ranks' bases, and what only waits that take long read */
@@ -147,6 +150,7 @@ typedef struct epcy_low_latency_dispatch {
   int64_t *recv_count;                                       /* (L,) */
   void *stats;                                               /* NULL, or (L,) */
   int32_t is_int64, stats_is_int64, num_scales, part_scales; /* scales of a row, of a part */
+  int32_t area;                                              /* which one recv_x is */
   epcy_low_latency_call call;
 } epcy_low_latency_dispatch;
 
@@ -174,6 +178,7 @@ EPCY_INLINE void epcy_low_latency_constants(epcy_low_latency_call *call) {
   call->sum_slot = (uint32_t)(call->wire.sum_lines * EPCY_LINE_BYTES);
   call->num_slots = (uint32_t)call->wire.num_slots, call->num_rows = (int32_t)epcy_num_low_latency_rows(s);
   call->own = call->peers.base[call->rank];
+  call->counters = (epcy_counters *)(call->own + call->peers.control.counters);
   call->broken = &((epcy_local *)(call->own + call->peers.control.local))->broken;
 }
 

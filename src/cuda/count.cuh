@@ -229,5 +229,5 @@ EPCY_DEVICE void count_received(const Step &s, const epcy_cuda_routing &routing,
     if (n) add_to(&c->tokens_from[q / C], n);
   }
   for (int e = at; with_experts && e < s.p.num_local; e += all) add_to(experts + e, __ldcg(routing.experts + e));
-  if (at == 0) atomicMax((unsigned long long *)&c->most_rows[area], (unsigned long long)rows);
+  if (at == 0) atomicMax((unsigned long long *)&c->most_rows[0][area], (unsigned long long)rows);
 }

@@ -8,7 +8,8 @@
 #include "epcy/low_latency.h"
 #include "ptx.cuh"
 
-// Which unit of a row a thread of a block has in one part of the row.
+// Which unit of a row a thread of a block has in one part of the row; a part has as many lines as the block has threads
+// for.
 struct Seat {
   int offset;        // of its 16 bytes in the row
   int at;            // of its unit among those of the slot
@@ -17,7 +18,7 @@ struct Seat {
   bool is_tail;
 
   EPCY_DEVICE Seat(const epcy_low_latency_call &c, int part) {
-    const int line = part * EPCY_PART_LINES + (threadIdx.x >> 3), unit = threadIdx.x & 7;
+    const int line = part * (int)(blockDim.x >> 3) + (int)(threadIdx.x >> 3), unit = threadIdx.x & 7;
     at = line * 8 + unit;
     offset = line * EPCY_LINE_DATA + unit * 16;
     is_tail = unit == 7;

@@ -20,6 +20,7 @@
 #pragma once
 #include "launch.cuh"
 #include "lines.cuh"
+#include "stamp.cuh"
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 static_assert(kThreads == EPCY_PART_LINES * 8, "a thread a unit");
@@ -85,14 +86,17 @@ struct LowLatency {
       : c(call), kind(kind_of), lane(threadIdx.x & 31) {
     if (sent) before = 0, epoch = load_local(sent);
     else before = load_local(&state()->epoch[kind][blockIdx.x]), epoch = next_epoch(before);
+    stamp_begin(notes());
   }
   EPCY_DEVICE epcy_low_latency_local *state() const { return (epcy_low_latency_local *)(c.own + c.wire.local); }
   EPCY_DEVICE bool is_broken() const { return load_local(c.broken) != 0; }
   EPCY_DEVICE uint32_t set() const { return epoch & 1; }
   EPCY_DEVICE uint64_t word(uint32_t value) const { return (uint64_t)epoch << 32 | value; }
   EPCY_DEVICE bool is_now(uint64_t v) const { return (uint32_t)(v >> 32) == epoch; }
-  // The block that speaks for its rank, and carries no tokens: the last one.
-  EPCY_DEVICE bool is_clerk() const { return blockIdx.x == gridDim.x - 1; }
+  // The block that speaks for its rank, and carries no tokens: the one that begins first.
+  EPCY_DEVICE bool is_clerk() const { return blockIdx.x == 0; }
+  // The thread whose times are those of the call: the last one of the first block that carries tokens.
+  EPCY_DEVICE static bool notes() { return blockIdx.x == 1 && threadIdx.x == blockDim.x - 1; }
   EPCY_DEVICE bool has_peer() const { return lane < c.num_ranks && lane != c.rank; } // a lane a rank
   // The rank that comes `turn` after this one.
   EPCY_DEVICE int after(int turn) const {
@@ -175,15 +179,18 @@ struct LowLatency {
     if (!EPCY_RARELY(__any_sync(~0u, differs))) return EPCY_VERDICT_OK;
     return __any_sync(~0u, differs & EPCY_HEADER_REFUSED) ? EPCY_VERDICT_REFUSED : EPCY_VERDICT_MISMATCH;
   }
-  // Wait for every rank's, and compare.
-  EPCY_DEVICE int gather(ulonglong2 seen, int *tokens) const;
+  // Wait for every rank's, and compare. `counts`: for the statistics.
+  EPCY_DEVICE int gather(ulonglong2 seen, int *tokens, bool counts) const;
 
   // ---- the end: all threads of a block, once a barrier has followed the reading of the epoch
   EPCY_DEVICE void leave(int phases, uint32_t *sent) const {
     epcy_low_latency_local *mine = state();
+    if (blockIdx.x == 1 && threadIdx.x >= blockDim.x - 32)
+      stamp_end(c.counters, 1 + kind + (phases == EPCY_LOW_LATENCY_RECEIVE ? 2 : 0), epoch, c.peers.operation,
+                phases & EPCY_LOW_LATENCY_RECEIVE ? EPCY_SPAN_WAIT : EPCY_SPAN_SEND, notes());
     if (phases & EPCY_LOW_LATENCY_SEND)
 #pragma unroll 1
-      for (int g = blockIdx.x + threadIdx.x * gridDim.x; g < EPCY_LOW_LATENCY_MAX_BLOCKS; g += kThreads * gridDim.x)
+      for (int g = blockIdx.x + threadIdx.x * gridDim.x; g < EPCY_LOW_LATENCY_MAX_BLOCKS; g += blockDim.x * gridDim.x)
         mine->epoch[kind][g] = epoch;
     if (phases == (EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE)) return; // the next call acknowledges this one
     if (is_clerk() && threadIdx.x == 0) {
@@ -231,13 +238,15 @@ EPCY_DEVICE bool LowLatency::wait_for_acks(uint64_t v) const {
   }
 }
 
-EPCY_DEVICE int LowLatency::gather(ulonglong2 seen, int *tokens) const {
+EPCY_DEVICE int LowLatency::gather(ulonglong2 seen, int *tokens, bool counts) const {
   Patience patience;
+  const uint64_t since = counts ? global_time_ns() : 0;
   for (;;) {
     const bool waits = misses_header(seen);
     if (!EPCY_RARELY(__any_sync(~0u, waits))) break;
     if (patience.over(*this, waits, EPCY_CUDA_HEADERS, lane, seen.x)) return EPCY_VERDICT_BROKEN;
     if (waits) seen = look_for_headers();
+    if (counts && waits && !misses_header(seen)) add_to(&c.counters->wait_ns[lane], global_time_ns() - since);
   }
   return compare(seen, tokens);
 }
@@ -272,13 +281,21 @@ static __device__ __noinline__ void report(const epcy_low_latency_call &c, int k
 // The tokens of each rank that a block carries, and the part of their rows that it carries.
 struct Tour {
   int token, step, part;
-  EPCY_DEVICE explicit Tour(const LowLatency &s) {
-    const int b = blockIdx.x;
-    token = quotient(b, s.c.num_parts), part = b - token * (int)s.c.num_parts.by;
-    step = quotient(gridDim.x - 1, s.c.num_parts);
-    if (s.is_clerk()) token = 1 << 30, part = 0;
+  EPCY_DEVICE explicit Tour(const epcy_low_latency_call &c) {
+    const int b = (int)blockIdx.x - 1;
+    token = quotient(b, c.num_parts), part = b - token * (int)c.num_parts.by;
+    step = quotient(gridDim.x - 1, c.num_parts);
+    if (b < 0) token = 1 << 30, part = 0; // the clerk
   }
 };
+
+// Blocks with tokens, as many for each part of a row, `least` or more if so many are resident at once; and the clerk.
+inline int low_latency_grid(const epcy_low_latency_call &c, int least) {
+  const int P = (int)c.num_parts.by, most = (c.max_blocks - 1) / P;
+  int tokens = c.num_tokens > least / P ? c.num_tokens : least / P;
+  if (tokens > most) tokens = most;
+  return (tokens > 0 ? tokens : 1) * P + 1;
+}
 
 inline bool is_usual(const epcy_low_latency_call &c) {
   return c.num_ranks == UsualSizes::kRanks && c.num_topk == UsualSizes::kTopk;
@@ -292,12 +309,12 @@ inline int low_latency_grid(const epcy_low_latency_call &c) {
   return (tokens > 0 ? tokens : 1) * P + 1;
 }
 
-template <typename Kernel> int resident_blocks(Kernel kernel, size_t shared, int *blocks) {
+template <typename Kernel> int resident_blocks(Kernel kernel, int threads, size_t shared, int *blocks) {
   int device = 0, sms = 0, each = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (e == cudaSuccess) e = (cudaError_t)allow_shared(kernel);
-  if (e == cudaSuccess) e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, shared);
+  if (e == cudaSuccess) e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared);
   const int all = sms * each < EPCY_LOW_LATENCY_MAX_BLOCKS ? sms * each : EPCY_LOW_LATENCY_MAX_BLOCKS;
   if (e == cudaSuccess && all < *blocks) *blocks = all;
   return e;

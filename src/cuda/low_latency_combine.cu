@@ -8,25 +8,28 @@
 
 namespace {
 
-// `Fast`: a call that sends and receives, without weights.
-template <int Dtype, template <int> class Format, template <int, typename, typename> class Reduction, typename N, bool Fast>
-__global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_constant__ epcy_low_latency_combine a) {
+constexpr uint32_t kBoth = EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE;
+
+template <int Dtype, template <int> class Format, template <int, typename, typename> class Reduction, typename N>
+__global__ void __launch_bounds__(N::kThreadsOfBlock, N::kFast ? 1 : 2)
+    combine_tokens(const __grid_constant__ epcy_low_latency_combine a) {
   using Rows = Format<Dtype>;
   using By = Reduction<Dtype, Rows, N>;
   __shared__ typename Rows::Shared shared;
-  __shared__ List lists[kWarps];
+  __shared__ List all_lists[N::kThreadsOfBlock / 32][N::kFew ? 2 : 1];
   constexpr bool by_source = By::kHeader != 0;
   const epcy_low_latency_call &c = a.call;
   const int lane = threadIdx.x & 31, R = N::ranks(c), T = c.num_tokens;
-  const bool sends = Fast || c.phases & EPCY_LOW_LATENCY_SEND, receives = Fast || c.phases & EPCY_LOW_LATENCY_RECEIVE;
+  const bool sends = N::kFast || c.phases & EPCY_LOW_LATENCY_SEND;
+  const bool receives = N::kFast || c.phases & EPCY_LOW_LATENCY_RECEIVE;
   const bool keeps = sends && receives; // else this rank's own rows take the wire too, so that x may change in between
-  const bool given = !Fast && gives_weights(a);
+  const bool given = !N::kFast && gives_weights(a);
   const float *weights = given ? a.topk_weights : nullptr;
-  List &list = lists[threadIdx.x >> 5];
+  List *lists = all_lists[threadIdx.x >> 5];
 
   // The first token's lanes, those of the next source and of this rank, are loaded before anything is known of them.
   const LowLatency s(c, EPCY_LOW_LATENCY_COMBINE, sends ? nullptr : c.sent);
-  const Tour tour(s);
+  const Tour tour(c);
   const bool speaks = s.is_clerk() && threadIdx.x < 32; // the warp that speaks for this rank
   const int first_turn = keeps ? 1 : 0, first = tour.token < c.max_tokens ? tour.token : 0;
   Lanes to_send, to_sum;
@@ -37,85 +40,105 @@ __global__ void __launch_bounds__(kThreads, 2) combine_tokens(const __grid_const
   uint2 held = make_uint2(0, 0);
   if (speaks) held = s.look_for_held();
   if (receives) to_sum.load_own<N, by_source>(c, weights, first);
+  uint32_t others = receives ? Lanes::load_others<N, by_source>(c, first) : 0;
   int verdict = broken ? EPCY_VERDICT_BROKEN : EPCY_VERDICT_OK, ignored;
   Rows::prepare(shared);
   const Rows rows(c, tour.part, shared);
   __syncthreads(); // everybody has read the epoch
+  By by;
   if (sends) {
     if (speaks) s.acknowledge(held);
     if (verdict != EPCY_VERDICT_OK || !s.wait_for_acks(acks)) verdict = EPCY_VERDICT_BROKEN;
     else if (speaks) s.announce(T, c.header);
     if (!by_source && given && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
       ByRank<Dtype, Rows, N>::send_weights(s, a);
-      verdict = s.gather(s.look_for_headers(), &ignored);
+      verdict = s.gather(s.look_for_headers(), &ignored, false);
     }
     const int most = verdict == EPCY_VERDICT_OK ? __reduce_max_sync(~0u, tokens) : 0;
 #pragma unroll 1
-    for (int t = tour.token, turn = first_turn; t < most && turn < R;) {
-      const int source = s.after(turn), of = t;
-      const bool real = t < __shfl_sync(~0u, tokens, source);
-      if (++turn == R) turn = first_turn, t += tour.step;
-      auto next = [&] {
-        if (EPCY_RARELY(t < most)) to_send.load<N>(c, s.after(turn), t);
+    for (int t = tour.token; t < most; t += tour.step) {
+      auto next = [&](int turn) {
+        if (turn + 1 < R) to_send.load<N>(c, s.after(turn + 1), t);
+        else if (EPCY_RARELY(t + tour.step < most)) to_send.load<N>(c, s.after(first_turn), t + tour.step);
       };
-      if (!real) {
-        next();
-      } else if (!By::send(s, a, to_send, list, source, of, rows, next)) {
+      auto next_own = [&] {
+        if (EPCY_RARELY(t + tour.step < T)) to_sum.load_own<N, by_source>(c, weights, t + tour.step);
+      };
+      if (!by.send(s, a, to_send, to_sum, lists, t, tour.step, tokens, first_turn, rows, next, next_own)) {
         verdict = EPCY_VERDICT_BROKEN;
         break;
       }
     }
   }
-  if (speaks && receives && verdict == EPCY_VERDICT_OK) verdict = s.gather(s.look_for_headers(), &ignored);
+  if (sends) stamp(EPCY_SPAN_SEND, s.notes());
+  if (speaks && receives && verdict == EPCY_VERDICT_OK) verdict = s.gather(s.look_for_headers(), &ignored, true);
   if (speaks && lane == 0 && EPCY_RARELY(verdict != EPCY_VERDICT_OK)) report(c, s.kind, s.epoch, verdict);
 
   const int end = receives && verdict == EPCY_VERDICT_OK ? T : 0;
 #pragma unroll 1
-  for (int t = tour.token; t < end; t += tour.step) {
-    By by;
+  for (int t = tour.token; t < end;) {
     uint4 sum;
-    auto next = [&] {
-      if (EPCY_RARELY(t + tour.step < end)) to_sum.load_own<N, by_source>(c, weights, t + tour.step);
-    };
-    if (!by.receive(s, a, to_sum, list, t, rows, keeps, next, &sum)) break;
+    if (!by.receive(s, a, to_sum, others, t, tour.step, rows, keeps, &sum)) break;
     if (rows.has_data()) *(uint4 *)(a.out + (int64_t)t * c.row_bytes + rows.offset()) = sum;
+    t += tour.step;
+    if (!EPCY_RARELY(t < end)) break;
+    others = Lanes::load_others<N, by_source>(c, t);
+    if (by_source) to_sum.load_own<N, by_source>(c, weights, t);
   }
-  s.leave(Fast ? EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE : c.phases, c.sent);
+  s.leave(N::kFast ? kBoth : c.phases, c.sent);
 }
 
-template <typename N, bool Fast, template <int> class Format, template <int, typename, typename> class Reduction>
-auto kernel_of(int dtype) {
-  return dtype == kBf16   ? combine_tokens<kBf16, Format, Reduction, N, Fast>
-         : dtype == kFp16 ? combine_tokens<kFp16, Format, Reduction, N, Fast>
-                          : combine_tokens<kFp32, Format, Reduction, N, Fast>;
+using Kernel = void (*)(epcy_low_latency_combine);
+
+template <typename N, template <int> class Format, template <int, typename, typename> class Reduction>
+Kernel kernel_of(int dtype) {
+  return dtype == kBf16   ? combine_tokens<kBf16, Format, Reduction, N>
+         : dtype == kFp16 ? combine_tokens<kFp16, Format, Reduction, N>
+                          : combine_tokens<kFp32, Format, Reduction, N>;
 }
-auto kernel_of(int dtype, bool fast, uint32_t header) {
-  const bool by_source = header & EPCY_LOW_LATENCY_SOURCE;
+template <typename N> Kernel kernel_of(int dtype, uint32_t header) {
+  return header & EPCY_LOW_LATENCY_SOURCE ? kernel_of<N, PlainRows, BySource>(dtype)
+                                          : kernel_of<N, PlainRows, ByRank>(dtype);
+}
+using Any = Made<AnySizes, false, false>;
+enum Speed { kAny, kFew, kMany };
+Kernel kernel_of(int dtype, uint32_t header, Speed speed) {
   if (header & EPCY_LOW_LATENCY_LOGFMT)
-    return by_source ? kernel_of<AnySizes, false, LogRows, BySource>(dtype)
-                     : kernel_of<AnySizes, false, LogRows, ByRank>(dtype);
-  if (by_source)
-    return fast ? kernel_of<UsualSizes, true, PlainRows, BySource>(dtype)
-                : kernel_of<AnySizes, false, PlainRows, BySource>(dtype);
-  return fast ? kernel_of<UsualSizes, true, PlainRows, ByRank>(dtype)
-              : kernel_of<AnySizes, false, PlainRows, ByRank>(dtype);
+    return header & EPCY_LOW_LATENCY_SOURCE ? kernel_of<Any, LogRows, BySource>(dtype)
+                                            : kernel_of<Any, LogRows, ByRank>(dtype);
+  return speed == kAny   ? kernel_of<Any>(dtype, header)
+         : speed == kFew ? kernel_of<Made<UsualSizes, true, true>>(dtype, header)
+                         : kernel_of<Made<UsualSizes, true, false>>(dtype, header);
 }
 
 } // namespace
 
+// The fast kernels have a block on each multiprocessor, the others two at least.
 extern "C" int epcy_cuda_low_latency_combine_blocks(const epcy_shape *, int *blocks) {
-  *blocks = EPCY_LOW_LATENCY_MAX_BLOCKS;
-  int error = 0;
-  for (int i = 0; i < 24 && !error; i++)
-    error = resident_blocks(kernel_of(i / 8, i & 4, (i & 1 ? EPCY_LOW_LATENCY_SOURCE : 0) |
-                                                        (i & 2 ? EPCY_LOW_LATENCY_LOGFMT : 0)),
-                            0, blocks);
+  int error = 0, any = EPCY_LOW_LATENCY_MAX_BLOCKS, fast = EPCY_LOW_LATENCY_MAX_BLOCKS / 2;
+  for (int i = 0; i < 12 && !error; i++) {
+    const int dtype = i / 4;
+    const uint32_t header =
+        (i & 1 ? EPCY_LOW_LATENCY_SOURCE : 0) | (i & 2 ? EPCY_LOW_LATENCY_LOGFMT : 0);
+    error = resident_blocks(kernel_of(dtype, header, kAny), kThreads, 0, &any);
+    if (!error) error = resident_blocks(kernel_of(dtype, i & 1 ? EPCY_LOW_LATENCY_SOURCE : 0, i & 2 ? kFew : kMany),
+                                        i & 2 ? kThreads : 2 * kThreads, 0, &fast);
+  }
+  *blocks = any < 2 * fast ? any : 2 * fast;
   return error;
 }
 
-extern "C" int epcy_cuda_launch_low_latency_combine(const epcy_low_latency_combine *a, void *stream) {
-  const epcy_low_latency_call &c = a->call;
-  const bool fast = is_usual(c) && c.phases == (EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE) &&
-                    !(c.header & EPCY_LOW_LATENCY_WEIGHTS);
-  return launch_together(kernel_of(c.dtype, fast, c.header), low_latency_grid(c), kThreads, 0, stream, *a);
+extern "C" int epcy_cuda_launch_low_latency_combine(const epcy_low_latency_combine *given, void *stream) {
+  epcy_low_latency_combine a = *given;
+  epcy_low_latency_call &c = a.call;
+  Speed speed = kAny;
+  int threads = kThreads;
+  if (is_usual(c) && c.phases == (int)kBoth && !(c.header & (EPCY_LOW_LATENCY_WEIGHTS | EPCY_LOW_LATENCY_LOGFMT))) {
+    c.max_blocks /= 2;
+    speed = c.num_tokens * (int)c.num_parts.by < c.max_blocks ? kFew : kMany;
+    if (speed == kMany)
+      threads *= 2, c.num_parts = epcy_divide_by((c.num_lines + 2 * EPCY_PART_LINES - 1) / (2 * EPCY_PART_LINES));
+  }
+  return launch_together(kernel_of(c.dtype, c.header, speed), low_latency_grid(c, EPCY_LOW_LATENCY_MIN_BLOCKS), threads, 0,
+                         stream, a);
 }

@@ -48,19 +48,16 @@ template <typename N> struct Ids {
     id->low = id->high = -1;
     if (used && token + i * step < end) id->load(a, first + i * step * N::topk(a.call));
   }
-  // All threads: count the tokens for each expert, those before `mid` in hist[0..E-1], the others in hist[E..2E-1];
-  // `again`: these have been among the others. A token that names an expert twice counts once. In *bad the first id, by
-  // its place, that is none.
-  EPCY_DEVICE void count(const epcy_low_latency_dispatch &a, int end, int mid, bool again, int *hist, unsigned *bad) {
-    const int K = N::topk(a.call), E = a.call.num_experts;
+  // All threads: count the tokens for each expert in hist[E]. A token that names an expert twice counts once. In *bad the
+  // first id, by its place, that is none.
+  EPCY_DEVICE void count(const epcy_low_latency_dispatch &a, int end, int *hist, unsigned *bad) {
+    const int K = N::topk(a.call);
 #pragma unroll 1
     for (int i = 0; token - in_warp + i * step < end; i++) { // the same for a whole warp
       const Id given = ahead[0];
       ahead[0] = ahead[1], look(a, i + 2, end, &ahead[1]);
       const int id = given.checked(a);
-      const bool repeated = first_lane<N>(a.call, id, at) != at;
-      if (id >= 0 && !repeated) atomicAdd(hist + (token + i * step < mid ? id : E + id), 1);
-      if (EPCY_RARELY(again && id >= 0 && !repeated)) atomicAdd(hist + E + id, -1);
+      if (first_lane<N>(a.call, id, at) == at && id >= 0) atomicAdd(hist + id, 1);
       if (EPCY_RARELY(id < 0 && !given.is_unused(a) && bad)) atomicMin(bad, (unsigned)(first + i * step * K));
     }
   }

@@ -1,10 +1,10 @@
 // Low-latency dispatch: a token crosses a link once for each rank that has experts of it, and is copied to its experts'
 // rows there.
 //
-// A work item is a part of a token's row: 64 lines, a thread for 16 bytes. Its block sends it, and receives the same item
-// of every other rank; the first item's own copy stays in registers. Places need no exchange of their own: a sender
-// counts which of its tokens go to an expert, a lane brings its ordinal among them, and the counts of all ranks give
-// the base.
+// A block carries a part of a token's row: 64 lines, a thread for 16 bytes. It sends that, and receives the same part of
+// the same token of every other rank; the first token's own copy stays in registers. Places need no exchange of their
+// own: a sender counts how many of its earlier tokens go to an expert, a lane brings that number along, and the counts of
+// all ranks, which the clerks send first, give the base.
 #include "low_latency.cuh"
 #include "low_latency_cast.cuh"
 #include "low_latency_count.cuh"
@@ -22,6 +22,7 @@ struct Shared {
   float scale[kGroups];
   uint32_t places[32]; // of the first token's lanes here
   float weights[32];
+  int flows[2][32]; // the clerk's: lanes to each rank, and from each
   unsigned bad;
 };
 
@@ -67,7 +68,7 @@ __device__ __noinline__ void forget(const epcy_low_latency_dispatch &a, const To
 #pragma unroll 1
   for (int t = tour.token; threadIdx.x == 0 && tour.part == 0 && t < a.call.num_tokens; t += tour.step)
     a.call.handle.ranks[t] = 0;
-  if (blockIdx.x != gridDim.x - 1) return; // the clerk:
+  if (blockIdx.x != 0) return; // the clerk:
   if ((int)threadIdx.x < a.call.num_ranks) a.call.handle.tokens[threadIdx.x] = 0;
 #pragma unroll 1
   for (int e = threadIdx.x; e < (int)a.call.num_local.by; e += kThreads) a.recv_count[e] = a.call.handle.counts[e] = 0;
@@ -87,7 +88,7 @@ __device__ __noinline__ void tell_bad(const epcy_low_latency_dispatch &a, uint32
 }
 
 // All threads: send this block's tokens; the first one's own copy stays in *own and `shared` if `Keeps`. False: gave up.
-// `hist`: [2][E].
+// `hist`: [E].
 template <int From, bool Keeps, typename N>
 EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, const Tour &tour, const Seat &seat,
                       Shared &shared, int *hist, uint4 *own) {
@@ -98,26 +99,27 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
   Input<From, N> in;
   in.load(a, t, tour, seat, t < T);
   Ids<N> ids;
-  ids.load(a, 0, T);
+  ids.load(a, 0, t < T ? t : is_clerk ? T : 0);
   uint64_t acks = 0;
   uint2 held = make_uint2(0, 0);
   uint32_t broken = 0;
   if (warp == kAcks) acks = s.look_for_acks(), broken = load_local(c.broken);
   if (speaks) held = s.look_for_held();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < 2 * E; i += kThreads) hist[i] = 0;
+  for (int i = threadIdx.x; i < E; i += kThreads) hist[i] = 0;
   if (threadIdx.x == 0) shared.bad = ~0u;
+  if (threadIdx.x < 64) (&shared.flows[0][0])[threadIdx.x] = 0;
   __syncthreads();
   if (speaks) s.acknowledge(held);
 
-  for (int end = T, mid = t;; end = mid = t) {
+  for (;;) {
     const bool first = t == tour.token, real = t < T, by_wire = !Keeps || !first;
-    ids.count(a, end, mid, !first, hist, is_clerk ? &shared.bad : nullptr);
+    ids.count(a, real ? t : is_clerk ? T : 0, hist, is_clerk ? &shared.bad : nullptr);
     if constexpr (From != kBytes) {
-      uint4 out;
-      float scale;
-      in.raw.cast(c.header & EPCY_LOW_LATENCY_ROUND_SCALE, &out, &scale);
-      if (threadIdx.x < kCasters) {
+      if (real && warp < kScribe) {
+        uint4 out;
+        float scale;
+        in.raw.cast(c.header & EPCY_LOW_LATENCY_ROUND_SCALE, &out, &scale);
         shared.payload[threadIdx.x] = out;
         if (threadIdx.x % 8 == 0) shared.scale[threadIdx.x / 8] = scale;
       }
@@ -128,6 +130,23 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
     const bool fails = warp == kAcks && first && (broken || !s.wait_for_acks(acks));
     if (__syncthreads_or(fails)) return false;
 
+    if (is_clerk) {
+      if (speaks) s.announce(T, c.header);
+#pragma unroll 1
+      for (int e = threadIdx.x; e < E; e += kThreads) {
+        const int r = quotient(e, c.num_local);
+        store_word(s.counts(r, c.rank) + (e - r * (int)c.num_local.by), s.word(hist[e]));
+        if (hist[e]) atomicAdd(&shared.flows[0][r], hist[e]);
+      }
+      __syncthreads();
+      if ((int)threadIdx.x < c.num_ranks)
+        add_to(&c.counters->tokens_to[lane], c.handle.flows[lane] = shared.flows[0][lane]);
+      if (speaks && lane == 0) {
+        c.handle.found->has_bad = shared.bad != ~0u;
+        if (EPCY_RARELY(shared.bad != ~0u)) tell_bad(a, s.epoch, shared.bad);
+      }
+      return true;
+    }
     if (warp == kScribe && real && lane < K) {
       const uint32_t place = id < 0 ? kNowhere
                                     : make_place(id - owner * (int)c.num_local.by, hist[id], earlier != lane);
@@ -140,7 +159,10 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
         }
         c.handle.lanes[t * K + lane] = id < 0 ? kNowhere : make_lane(owner, earlier);
         c.handle.lane_weights[t * K + lane] = in.weight;
-        if (lane == 0) c.handle.ranks[t] = ranks;
+        if (lane == 0) {
+          c.handle.ranks[t] = ranks;
+          add_to(&c.counters->bytes_moved, (uint64_t)__popc(ranks & ~(1u << c.rank)) * (c.row_bytes + a.num_scales * 4));
+        }
       }
       if (first) shared.places[lane] = id >= 0 && owner == c.rank ? place : kNowhere, shared.weights[lane] = in.weight;
     }
@@ -153,19 +175,6 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
       for (unsigned left = by_wire ? ranks : ranks & ~(1u << c.rank); left; left &= left - 1)
         store_unit(s.row(__ffs(left) - 1, c.rank, t) + seat.at, v);
     if (first) *own = v;
-    if (is_clerk) { // it comes here once
-#pragma unroll 1
-      for (int e = threadIdx.x; e < E; e += kThreads) {
-        const int r = quotient(e, c.num_local);
-        if (!Keeps || r != c.rank)
-          store_word(s.counts(r, c.rank) + (e - r * (int)c.num_local.by), s.word(hist[e] + hist[E + e]));
-      }
-      if (speaks) s.announce(T, c.header);
-      if (speaks && lane == 0) {
-        c.handle.found->has_bad = shared.bad != ~0u;
-        if (EPCY_RARELY(shared.bad != ~0u)) tell_bad(a, s.epoch, shared.bad);
-      }
-    }
     const int before = t;
     t += tour.step;
     if (!EPCY_RARELY(t < T)) return true;
@@ -177,26 +186,27 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
 
 template <int From, int Phases, typename N>
 __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_constant__ epcy_low_latency_dispatch a) {
-  int *const dynamic =
-      (int *)dynamic_shared(); // tokens of this rank for each expert [2][E]; of each rank for mine [R][L]
+  int *const dynamic = (int *)dynamic_shared(); // tokens of this rank for each expert [E]; of each rank for mine [R][L]
   __shared__ Shared shared;
   constexpr bool sends = Phases & EPCY_LOW_LATENCY_SEND, receives = Phases & EPCY_LOW_LATENCY_RECEIVE;
   constexpr bool keeps = Phases == kBoth; // else the own tokens take the wire too, so that x may change in between
   const epcy_low_latency_call &c = a.call;
   const LowLatency s(c, EPCY_LOW_LATENCY_DISPATCH, sends ? nullptr : c.sent);
-  const Tour tour(s);
+  const Tour tour(c);
   const Seat seat(c, tour.part);
   uint4 own = make_uint4(0, 0, 0, 0);
   int verdict = EPCY_VERDICT_OK;
   if constexpr (sends) {
     if (!send<From, keeps, N>(s, a, tour, seat, shared, dynamic, &own)) verdict = EPCY_VERDICT_BROKEN;
     if (verdict != EPCY_VERDICT_OK && s.is_clerk() && threadIdx.x == 0) c.handle.found->has_bad = 0;
-  } else if (__syncthreads_or(s.is_broken())) {
-    verdict = EPCY_VERDICT_BROKEN;
+    stamp(EPCY_SPAN_SEND, s.notes());
+  } else {
+    if (threadIdx.x < 32) shared.flows[1][threadIdx.x] = 0;
+    if (__syncthreads_or(s.is_broken())) verdict = EPCY_VERDICT_BROKEN;
   }
   if (receives && verdict == EPCY_VERDICT_OK)
-    verdict = receive<N>(s, a, tour, seat, dynamic, dynamic + 2 * c.num_experts, keeps, own, shared.places,
-                         shared.weights);
+    verdict = receive<N>(s, a, tour, seat, dynamic + c.num_experts, keeps, own, shared.places, shared.weights,
+                         shared.flows[1]);
   if (s.is_clerk() && threadIdx.x == 0 && (receives || verdict != EPCY_VERDICT_OK)) {
     c.handle.found->verdict = verdict;
     if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) report(c, s.kind, s.epoch, verdict);
@@ -205,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
   s.leave(Phases, c.sent);
 }
 
-size_t shared_bytes(const epcy_shape &shape) { return (size_t)shape.num_experts * 3 * 4; }
+size_t shared_bytes(const epcy_shape &shape) { return (size_t)shape.num_experts * 2 * 4; }
 
 template <int Phases, typename N> auto kernel_of(bool fp8, int dtype) {
   return !fp8             ? dispatch_tokens<kBytes, Phases, N>
@@ -226,12 +236,13 @@ extern "C" int epcy_cuda_low_latency_dispatch_blocks(const epcy_shape *shape, in
   *blocks = EPCY_LOW_LATENCY_MAX_BLOCKS;
   int error = 0;
   for (int i = 0; i < 16 && !error; i++)
-    error = resident_blocks(kernel_of(i % 4 != 3, i % 4, i < 12 ? 1 + i / 4 : kBoth, i < 12), shared_bytes(*shape), blocks);
+    error = resident_blocks(kernel_of(i % 4 != 3, i % 4, i < 12 ? 1 + i / 4 : kBoth, i < 12), kThreads, shared_bytes(*shape), blocks);
   return error;
 }
 
 extern "C" int epcy_cuda_launch_low_latency_dispatch(const epcy_low_latency_dispatch *a, void *stream) {
   const epcy_low_latency_call &c = a->call;
   const auto kernel = kernel_of(c.header & EPCY_LOW_LATENCY_FP8, c.dtype, c.phases, is_usual(c));
-  return launch_together(kernel, low_latency_grid(c), kThreads, shared_bytes(c.peers.shape), stream, *a);
+  return launch_together(kernel, low_latency_grid(c, EPCY_LOW_LATENCY_MIN_BLOCKS), kThreads, shared_bytes(c.peers.shape),
+                         stream, *a);
 }

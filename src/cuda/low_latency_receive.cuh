@@ -94,84 +94,75 @@ EPCY_DEVICE void place(const LowLatency &s, const epcy_low_latency_dispatch &a, 
   }
 }
 
-// All threads of the clerk: recv_count and what follows from it.
-EPCY_DEVICE void tell_counts(const epcy_low_latency_dispatch &a, const int *counts) {
-  const int L = (int)a.call.num_local.by;
+// All threads of the clerk: recv_count and what follows from it. `from`: [R], nothing yet; then lanes that came from each.
+EPCY_DEVICE void tell_counts(const epcy_low_latency_dispatch &a, const int *counts, int *from) {
+  const int L = (int)a.call.num_local.by, R = a.call.num_ranks;
+  uint64_t *experts = (uint64_t *)(a.call.counters + 1);
 #pragma unroll 1
   for (int e = threadIdx.x; e < L; e += kThreads) {
     int sum = 0;
 #pragma unroll 1
-    for (int r = 0; r < a.call.num_ranks; r++) sum += counts[r * L + e];
+    for (int r = 0; r < R; r++) {
+      const int n = counts[r * L + e];
+      sum += n;
+      if (n) atomicAdd(from + r, n);
+    }
     a.recv_count[e] = a.call.handle.counts[e] = sum;
+    add_to(experts + e, sum);
     if (!a.stats) continue;
     if (a.stats_is_int64) ((int64_t *)a.stats)[e] += sum;
     else ((int *)a.stats)[e] += sum;
   }
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const int lane = threadIdx.x, n = lane < R ? from[lane] : 0;
+  if (lane < R) add_to(&a.call.counters->tokens_from[lane], a.call.handle.flows[R + lane] = n);
+  const int rows = __reduce_add_sync(~0u, n);
+  if (lane == 0) atomicMax((unsigned long long *)&a.call.counters->most_rows[1][a.area], (unsigned long long)rows);
 }
 
 // All threads: receive this block's tokens of every rank. `keeps`: this rank's first one did not take the wire, and is
-// `own`, with its lanes in `places` and `weights`; `hist`: then, what this rank has for each expert, in two parts. What
-// the call comes to; of use is nothing unless it is well.
+// `own`, with its lanes in `places` and `weights`. `from`: [R], nothing yet. What the call comes to; of use is nothing unless it is well.
 template <typename N>
 EPCY_DEVICE int receive(const LowLatency &s, const epcy_low_latency_dispatch &a, const Tour &tour, const Seat &seat,
-                        const int *hist, int *counts, bool keeps, uint4 own, const uint32_t *places,
-                        const float *weights) {
-  const int lane = s.lane, K = N::topk(s.c), E = s.c.num_experts, first = threadIdx.x, begin = s.c.rank * s.c.num_local.by;
+                        int *counts, bool keeps, uint4 own, const uint32_t *places, const float *weights, int *from) {
+  const int lane = s.lane, K = N::topk(s.c), E = s.c.num_experts, first = threadIdx.x;
   const uint64_t *words = s.counts(s.c.rank, 0);
-  auto is_mine = [&](int i) { return keeps && (unsigned)(i - begin) < s.c.num_local.by; };
-  auto travels = [&](int i) { return i < E && !is_mine(i); };
-  // Everything that the first token needs is waited for together.
-  ulonglong2 headers = s.look_for_headers();
-  uint64_t count = travels(first) ? load_word(words + first) : s.word(0);
-  Arrival next;
-  const bool looks = !s.is_clerk() && tour.token < s.c.max_tokens;
-  if (looks) next.begin(s, seat, K, tour.token, s.after(keeps && N::ranks(s.c) > 1 ? 1 : 0));
-  int tokens, verdict = EPCY_VERDICT_OK;
+  const ulonglong2 headers = s.look_for_headers();
+  uint64_t count = first < E ? load_word(words + first) : 0;
+  int tokens, verdict = s.gather(headers, &tokens, s.is_clerk() && first < 32);
   Patience patience;
-  for (;;) {
-    const bool no_header = s.misses_header(headers), no_count = !s.is_now(count);
-    if (!EPCY_RARELY(__any_sync(~0u, no_header || no_count))) break;
-    if (patience.over(s, no_header || no_count, no_header ? EPCY_CUDA_HEADERS : EPCY_CUDA_COUNTS,
-                      no_header ? lane : quotient(first, s.c.num_local), no_header ? headers.x : count)) {
-      verdict = EPCY_VERDICT_BROKEN;
-      break;
-    }
-    if (no_header) headers = s.look_for_headers();
-    if (no_count) count = load_word(words + first);
-    if (looks) next.look_at_words(s, K), next.look_at_unit(s, seat);
-  }
-  if (verdict == EPCY_VERDICT_OK) verdict = s.compare(headers, &tokens);
-  if (first < E) counts[first] = is_mine(first) ? hist[first] + hist[E + first] : (int)(uint32_t)count;
 #pragma unroll 1
-  for (int i = first + kThreads; i - lane < E && verdict != EPCY_VERDICT_BROKEN; i += kThreads) {
-    count = travels(i) ? load_word(words + i) : s.word(0);
-    while (EPCY_RARELY(__any_sync(~0u, !s.is_now(count)))) {
-      if (patience.over(s, !s.is_now(count), EPCY_CUDA_COUNTS, quotient(i, s.c.num_local), count)) {
+  for (int i = first; i - lane < E && verdict != EPCY_VERDICT_BROKEN; i += kThreads) {
+    if (i != first && i < E) count = load_word(words + i);
+    while (EPCY_RARELY(__any_sync(~0u, i < E && !s.is_now(count)))) {
+      if (patience.over(s, i < E && !s.is_now(count), EPCY_CUDA_COUNTS, quotient(i, s.c.num_local), count)) {
         verdict = EPCY_VERDICT_BROKEN;
         break;
       }
-      if (travels(i)) count = load_word(words + i);
+      if (i < E) count = load_word(words + i);
     }
-    if (i < E) counts[i] = is_mine(i) ? hist[i] + hist[E + i] : (int)(uint32_t)count;
+    if (i < E) counts[i] = (int)(uint32_t)count;
   }
   if (__syncthreads_or(verdict == EPCY_VERDICT_BROKEN)) verdict = EPCY_VERDICT_BROKEN;
   if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) return verdict;
   if (s.is_clerk()) {
-    tell_counts(a, counts);
+    tell_counts(a, counts, from);
     if (first < s.c.num_ranks) s.c.handle.tokens[lane] = tokens;
     return EPCY_VERDICT_OK;
   }
 
-  if (keeps && tour.token < s.c.num_tokens) {
+  Way<N> way = {tour.token, keeps ? 0 : -1, 0};
+  Arrival next;
+  bool more = way.next(s, tour, tokens);
+  if (more) next.begin(s, seat, K, way.token, way.source);
+  if (keeps && tour.token < s.c.num_tokens) { // while the others' are on their way
     Arrival mine = {tour.token, s.c.rank, make_ulonglong2(kNowhere, 0), own};
     if (lane < K) mine.words = make_ulonglong2(places[lane], __float_as_uint(weights[lane]));
     place<N>(s, a, tour, seat, counts, mine);
   }
-  Way<N> way = {tour.token, keeps ? 0 : -1, 0};
-  bool more = way.next(s, tour, tokens);
 #pragma unroll 1
   while (more) { // one token ahead of the one that is worked on
-    if (next.token != way.token || next.source != way.source) next.begin(s, seat, K, way.token, way.source);
     Arrival now = next;
     more = way.next(s, tour, tokens);
     if (EPCY_RARELY(more)) next.begin(s, seat, K, way.token, way.source);

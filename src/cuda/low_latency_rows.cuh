@@ -2,8 +2,7 @@
 #pragma once
 #include "row_format.cuh"
 
-// Rows of a thread whose loads are in flight together: where nothing hides them, and where the wire does.
-constexpr int kRows = 8, kFewRows = 4;
+constexpr int kRows = 8; // rows of a thread whose loads are in flight together
 
 // Whether ranks give weights to this call: not whether this one has an array, which without tokens may be at no address.
 EPCY_DEVICE bool gives_weights(const epcy_low_latency_combine &a) { return a.call.header & EPCY_LOW_LATENCY_WEIGHTS; }
@@ -29,9 +28,8 @@ template <int Dtype> struct Sum {
 
 // The lanes of a token, a lane each; a whole warp.
 struct Lanes {
-  int row;         // here, or -1
-  float weight;    // of the row; on the way home with reduction="source" of the lane, wherever its row is
-  uint32_t others; // on the way home: ranks that hold rows of the token; by source as in the handle's lanes
+  int row;      // here, or -1
+  float weight; // of the row; on the way home with reduction="source" of the lane, wherever its row is
 
   // Those of a token of `source`.
   template <typename N> EPCY_DEVICE void load(const epcy_low_latency_call &c, int source, int t) {
@@ -43,13 +41,17 @@ struct Lanes {
   template <typename N, bool BySource>
   EPCY_DEVICE void load_own(const epcy_low_latency_call &c, const float *weights, int t) {
     const int lane = threadIdx.x & 31, K = N::topk(c), at = t * K + lane, mine = c.rank * c.max_tokens * K + at;
-    row = -1, weight = 1.0f, others = kNowhere;
-    if (!BySource) others = load_early(c.handle.ranks + t);
+    row = -1, weight = 1.0f;
     if (lane >= K) return;
     row = load_early(c.handle.rows + mine);
-    if (BySource) others = load_early(c.handle.lanes + at);
     if (weights) weight = load_early(weights + at);
     else weight = load_early(BySource ? c.handle.lane_weights + at : c.handle.weights + mine);
+  }
+  // Where parts of a token of this rank come from: the ranks that hold rows of it, as bits; by source a lane's own word.
+  template <typename N, bool BySource> EPCY_DEVICE static uint32_t load_others(const epcy_low_latency_call &c, int t) {
+    const int lane = threadIdx.x & 31, K = N::topk(c);
+    if (!BySource) return load_early(c.handle.ranks + t);
+    return lane < K ? load_early(c.handle.lanes + t * K + lane) : kNowhere;
   }
   // A handle whose dispatch failed may hold anything.
   EPCY_DEVICE bool is_here(const epcy_low_latency_call &c) const {
@@ -96,39 +98,43 @@ EPCY_DEVICE unsigned load_rows(const epcy_low_latency_combine &a, const List &li
   return here;
 }
 
-// A whole warp: this rank's rows of a token, weighted, summed in the order of the lanes, and rounded; false if there are
-// none. `next` is called when the lanes are no longer needed, `meanwhile` while the first rows are on their way.
-template <int Dtype, typename N, int Count, typename Rows, typename Next, typename Meanwhile>
-EPCY_DEVICE bool sum_rows(const epcy_low_latency_combine &a, const Lanes &l, List &list, const Rows &rows, Next next,
-                          Meanwhile meanwhile, uint4 *out) {
-  const bool here = l.is_here(a.call);
-  const bool any = __any_sync(~0u, here);
-  list.fill(here ? l.row & ~kRepeatedRow : -1, l.weight);
-  next();
-  if (!any) {
-    meanwhile();
-    return false;
+// A whole warp: this rank's rows of a token, weighted, summed in the order of the lanes, and rounded. The first `Count`
+// rows are on their way from begin() to end().
+template <int Dtype, typename N, int Count> struct RowSum {
+  const char *y;
+  const List *list;
+  uint4 v[Count];
+  unsigned which;
+  bool any;
+
+  template <typename Rows>
+  EPCY_DEVICE void begin(const epcy_low_latency_combine &a, const Lanes &l, List &of_warp, const Rows &rows) {
+    const bool here = l.is_here(a.call);
+    any = __any_sync(~0u, here), list = &of_warp, y = payload_of(a, rows);
+    of_warp.fill(here ? l.row & ~kRepeatedRow : -1, l.weight);
+    which = load_rows<Count>(a, of_warp, 0, y, v);
   }
-  const char *y = payload_of(a, rows);
-  Sum<Dtype> sum;
+  // False: there are no rows.
+  EPCY_DEVICE bool end(const epcy_low_latency_combine &a, uint4 *out) {
+    if (!any) return false;
+    Sum<Dtype> sum;
 #pragma unroll
-  for (int k = 0; k < N::topk(a.call); k += Count) {
-    uint4 v[Count];
-    const unsigned which = load_rows<Count>(a, list, k, y, v);
-    if (k == 0) meanwhile();
+    for (int k = 0; k < N::topk(a.call); k += Count) {
+      if (k) which = load_rows<Count>(a, *list, k, y, v);
 #pragma unroll
-    for (int j = 0; j < Count; j += 4) {
-      const float4 w = *(const float4 *)(list.weight + k + j);
-      const float weight[4] = {w.x, w.y, w.z, w.w};
+      for (int j = 0; j < Count; j += 4) {
+        const float4 w = *(const float4 *)(list->weight + k + j);
+        const float weight[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        if (!(which >> (j + i) & 1)) continue;
-        float x[Sum<Dtype>::kElements];
-        Vector<Dtype>::load(v[j + i], x);
-        sum.add(weight[i], x);
+        for (int i = 0; i < 4; i++) {
+          if (!(which >> (j + i) & 1)) continue;
+          float x[Sum<Dtype>::kElements];
+          Vector<Dtype>::load(v[j + i], x);
+          sum.add(weight[i], x);
+        }
       }
     }
+    *out = sum.round();
+    return true;
   }
-  *out = sum.round();
-  return true;
-}
+};

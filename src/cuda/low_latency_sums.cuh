@@ -64,19 +64,33 @@ EPCY_DEVICE bool gather_lines(const LowLatency &s, const Rows &rows, unsigned wh
   return true;
 }
 
+// What a kernel of a combine is made for. Fast: calls that send and receive, without weights. Few: so few tokens that each
+// block has a multiprocessor for itself, whose registers take the rows of both sums at once.
+template <typename N, bool IsFast, bool IsFew> struct Made : N {
+  static constexpr bool kFast = IsFast, kFew = IsFew;
+  static constexpr int kThreadsOfBlock = IsFast && !IsFew ? 1024 : kThreads;
+  static constexpr int kOwnRows = IsFew ? kRows : kRows / 2; // in flight, while the wire is busy
+};
+
+// Rows that travel to another rank, for the statistics: the first warp of a row's first part counts them whole.
+EPCY_DEVICE void count_row(const LowLatency &s, int to, int rows) {
+  if (threadIdx.x == 0 && to != s.c.rank && Tour(s.c).part == 0)
+    add_to(&s.c.counters->bytes_moved, (uint64_t)rows * s.c.row_bytes);
+}
+
 // ---- reduction="rank": a sum for each rank that holds rows of a token
 template <int Dtype, typename Rows, typename N> struct ByRank {
   static constexpr uint32_t kHeader = 0;
   static constexpr bool kPair = N::kRanks == 2; // then one line comes, and is looked at early
-  uint4 own, theirs;
-  const uint4 *at;
-  unsigned ranks; // that hold rows of the token
+  using Mine = RowSum<Dtype, N, N::kOwnRows>;
+  uint4 own; // this rank's own sum of the last token, and whether it has rows of it
+  bool has_own = false;
 
   // Weights that are given to the combine go to their experts' ranks first: each warp's own tokens.
   EPCY_DEVICE static void send_weights(const LowLatency &s, const epcy_low_latency_combine &a) {
-    const int K = s.c.num_topk, warp = threadIdx.x >> 5;
+    const int K = s.c.num_topk, warps = blockDim.x >> 5;
 #pragma unroll 1
-    for (int t = blockIdx.x * kWarps + warp; t < s.c.num_tokens; t += gridDim.x * kWarps) {
+    for (int t = blockIdx.x * warps + (threadIdx.x >> 5); t < s.c.num_tokens; t += gridDim.x * warps) {
       if (s.lane >= K) continue;
       const uint32_t lane = s.c.handle.lanes[t * K + s.lane], owner = lane & 255;
       if (lane != kNowhere && (int)owner < s.c.num_ranks)
@@ -99,41 +113,60 @@ template <int Dtype, typename Rows, typename N> struct ByRank {
   }
   EPCY_DEVICE static uint32_t slot(const LowLatency &s, int from, int t) { return from * s.c.max_tokens + t; }
 
-  // A whole warp: send its part of a token of `source`; then, or before, call `next`. False: gave up.
-  template <typename Next>
-  EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, List &list, int source,
-                               int t, const Rows &rows, Next next) {
-    if (N::kRanks == 0 && gives_weights(a) && !receive_weights(s, source, t, l)) return false;
+  // A whole warp: send its part of the t-th token of each rank that has it, and sum this rank's own unless it travels
+  // too: of a token that is not the block's last one it waits in `out`. next(turn), when the lanes to send at a
+  // turn are no longer needed, loads those of the next one; next_own() those of this rank's next token. False: gave up.
+  template <typename Next, typename NextOwn>
+  EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &to_send, Lanes &to_sum,
+                        List *lists, int t, int step, int tokens, int first_turn, const Rows &rows, Next next,
+                        NextOwn next_own) {
+    const bool owns = first_turn && t < s.c.num_tokens;
     uint4 sum;
-    if (sum_rows<Dtype, N, kRows>(a, l, list, rows, next, [] {}, &sum)) rows.send(s, s.sum(source, slot(s, s.c.rank, t)), sum);
+    Mine mine;
+#pragma unroll
+    for (int turn = first_turn; turn < N::ranks(s.c); turn++) {
+      const int source = s.after(turn);
+      const bool real = t < __shfl_sync(~0u, tokens, source);
+      RowSum<Dtype, N, kRows> theirs;
+      if (real) {
+        if (N::kRanks == 0 && gives_weights(a) && !receive_weights(s, source, t, to_send)) return false;
+        theirs.begin(a, to_send, lists[0], rows);
+      }
+      next(turn);
+      if (N::kFew && owns) mine.begin(a, to_sum, lists[1], rows);
+      if (real && theirs.end(a, &sum)) rows.send(s, s.sum(source, slot(s, s.c.rank, t)), sum), count_row(s, source, 1);
+    }
+    if (!owns) return true;
+    if (!N::kFew) mine.begin(a, to_sum, lists[0], rows);
+    next_own();
+    has_own = mine.end(a, &own);
+    if (EPCY_RARELY(has_own && t + step < s.c.num_tokens) && rows.has_data()) *to(s, a, t, rows) = own;
     return true;
   }
-  // A whole warp: its part of a token of this rank, whose lanes are `l`; this rank's own sum takes the wire unless `keeps`.
-  // False: gave up.
-  template <typename Next>
-  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, List &list, int t,
-                           const Rows &rows, bool keeps, Next next, uint4 *out) {
-    ranks = l.others & (0xFFFFFFFFu >> (32 - s.c.num_ranks));
-    const unsigned wire = keeps ? ranks & ~(1u << s.c.rank) : ranks;
-    auto look = [&] {
-      if constexpr (kPair)
-        if (wire) at = s.sum(s.c.rank, slot(s, s.c.rank ^ 1, t)), rows.look(at, &theirs);
-    };
-    bool has_own = false;
-    own = nothing();
-    if (keeps) has_own = sum_rows<Dtype, N, kFewRows>(a, l, list, rows, next, look, &own);
-    else next();
+  EPCY_DEVICE static uint4 *to(const LowLatency &s, const epcy_low_latency_combine &a, int t, const Rows &rows) {
+    return (uint4 *)(a.out + (int64_t)t * s.c.row_bytes + rows.offset());
+  }
+
+  // A whole warp: its part of a token of this rank, once all of the block's have been sent. False: gave up.
+  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &, uint32_t others, int t,
+                           int step, const Rows &rows, bool keeps, uint4 *out) {
+    const unsigned ranks = others & (0xFFFFFFFFu >> (32 - s.c.num_ranks)), me = 1u << s.c.rank;
+    const unsigned wire = keeps ? ranks & ~me : ranks;
+    const uint4 *at = s.sum(s.c.rank, slot(s, s.c.rank ^ 1, t));
+    uint4 theirs = nothing(), mine = own;
+    if (kPair && wire) rows.look(at, &theirs);
+    if (EPCY_RARELY(keeps && t + step < s.c.num_tokens) && ranks & me && rows.has_data()) mine = *to(s, a, t, rows);
     Sum<Dtype> sum;
     if constexpr (kPair) { // 0 + a + b = 0 + b + a
       float x[Rows::N];
-      if (has_own) rows.own_values(own, x), sum.add(x);
+      if (ranks & me) rows.own_values(mine, x), sum.add(x);
       if (wire) {
         if (!wait_for_lines<1>(s, rows, &at, &theirs, 1, s.c.rank ^ 1)) return false;
         rows.values(s, at, theirs, s.c.rank ^ 1, x), sum.add(x);
       }
     } else {
       auto where = [&](int r) { return s.sum(s.c.rank, slot(s, r, t)); };
-      auto held = [&](int) { return own; };
+      auto held = [&](int) { return mine; };
       auto add = [&](int, const float *x) { sum.add(x); };
       if (!gather_lines(s, rows, ranks, wire, where, held, add)) return false;
     }
@@ -145,33 +178,35 @@ template <int Dtype, typename Rows, typename N> struct ByRank {
 // ---- reduction="source": every row travels
 template <int Dtype, typename Rows, typename N> struct BySource {
   static constexpr uint32_t kHeader = EPCY_LOW_LATENCY_SOURCE;
-  template <typename Next>
-  EPCY_DEVICE static bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &l, List &list, int source,
-                               int t, const Rows &rows, Next next) {
+  template <typename Next, typename NextOwn>
+  EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &to_send, Lanes &, List *lists,
+                        int t, int, int tokens, int first_turn, const Rows &rows, Next next, NextOwn) {
     const uint32_t first_slot = (uint32_t)t * N::topk(s.c);
-    list.fill(l.brings(s.c) ? l.row : -1, 0.0f);
-    next();
     const char *y = payload_of(a, rows);
-#pragma unroll 1
-    for (int k = 0; k < N::topk(s.c); k += kRows) {
-      uint4 v[kRows];
-      const unsigned here = load_rows<kRows>(a, list, k, y, v);
 #pragma unroll
-      for (int j = 0; j < kRows; j++)
-        if (here >> j & 1) rows.send(s, s.sum(source, first_slot + k + j), v[j]);
+    for (int turn = first_turn; turn < N::ranks(s.c); turn++) {
+      const int source = s.after(turn);
+      const bool real = t < __shfl_sync(~0u, tokens, source);
+      lists[0].fill(real && to_send.brings(s.c) ? to_send.row : -1, 0.0f);
+      next(turn);
+#pragma unroll
+      for (int k = 0; k < N::topk(s.c) && real; k += kRows) {
+        uint4 v[kRows];
+        const unsigned here = load_rows<kRows>(a, lists[0], k, y, v);
+#pragma unroll
+        for (int j = 0; j < kRows; j++)
+          if (here >> j & 1) rows.send(s, s.sum(source, first_slot + k + j), v[j]);
+        count_row(s, source, __popc(here));
+      }
     }
     return true;
   }
-  template <typename Next>
-  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &l, List &, int t,
-                           const Rows &rows, bool keeps, Next next, uint4 *out) {
+  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &l, uint32_t others, int t,
+                           int, const Rows &rows, bool keeps, uint4 *out) {
     const int K = N::topk(s.c), my_row = l.is_here(s.c) ? l.row & ~kRepeatedRow : -1;
-    const uint32_t others = l.others;
-    const float weight = l.weight;
     const bool used = others != kNowhere && (int)(others >> 8) < K;
     const unsigned mine = __ballot_sync(~0u, used && keeps && (int)(others & 255) == s.c.rank);
     const unsigned which = __ballot_sync(~0u, used);
-    next();
     Sum<Dtype> sum;
     auto where = [&](int k) { return s.sum(s.c.rank, (uint32_t)t * K + (__shfl_sync(~0u, others, k) >> 8)); };
     const char *y = payload_of(a, rows);
@@ -179,7 +214,7 @@ template <int Dtype, typename Rows, typename N> struct BySource {
       const int row = __shfl_sync(~0u, my_row, k);
       return row >= 0 ? load_early(in_row(a, y, row)) : nothing();
     };
-    auto add = [&](int k, const float *x) { sum.add(__shfl_sync(~0u, weight, k), x); };
+    auto add = [&](int k, const float *x) { sum.add(__shfl_sync(~0u, l.weight, k), x); };
     if (!gather_lines(s, rows, which, which & ~mine, where, held, add)) return false;
     *out = sum.round();
     return true;

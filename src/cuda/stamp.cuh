@@ -1,7 +1,7 @@
 // What kernels tell of themselves: when a call began and its phases ended, how long block 0 waited for each rank, what came.
 //
-// Thread 0 of block 0 notes times in shared memory; at the end a few threads write them down, a word each. Nothing here is
-// waited for, and nothing else depends on it.
+// One thread notes times in shared memory: thread 0 of block 0, where a kernel names no other. At the end its warp writes
+// them down, a word a lane. Nothing here is waited for, and nothing else depends on it.
 #pragma once
 #include "epcy/cuda.h"
 #include "ptx.cuh"
@@ -22,28 +22,27 @@ EPCY_DEVICE void add_to(uint64_t *at, uint64_t value) {
   atomicAdd((unsigned long long *)at, (unsigned long long)value);
 }
 
-// All threads may call these; thread 0 of block 0 acts.
-EPCY_DEVICE void stamp_begin() {
-  if (blockIdx.x || threadIdx.x) return;
+EPCY_DEVICE bool is_first_thread() { return blockIdx.x == 0 && threadIdx.x == 0; }
+
+// All threads may call these; the one that `notes` acts.
+EPCY_DEVICE void stamp_begin(bool notes) {
+  if (!notes) return;
   Stamps &s = stamps();
   for (int i = 0; i < EPCY_NUM_SPANS; i++) s.end_ns[i] = 0;
   s.start_ns = global_time_ns();
 }
 // A phase ends: what this thread did since the one before.
-EPCY_DEVICE void stamp(int span) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) stamps().end_ns[span] = global_time_ns();
+EPCY_DEVICE void stamp(int span, bool notes = is_first_thread()) {
+  if (notes) stamps().end_ns[span] = global_time_ns();
 }
-
-// All threads of every block, at the end of a call. `last`: the phase that ends here.
-EPCY_DEVICE void stamp_end(const epcy_peers &p, int kind, uint32_t epoch, uint32_t operation, int last) {
-  if (blockIdx.x) return;
-  __syncthreads();
+// The whole warp of the thread that notes, at the end of a call. `last`: the phase that ends here.
+EPCY_DEVICE void stamp_end(epcy_counters *counters, int kind, uint32_t epoch, uint32_t operation, int last, bool notes) {
   Stamps &s = stamps();
-  if (threadIdx.x == 0) s.end_ns[last] = s.end_ns[EPCY_SPAN_CALL] = global_time_ns();
-  __syncthreads();
-  const int i = threadIdx.x;
+  if (notes) s.end_ns[last] = s.end_ns[EPCY_SPAN_CALL] = global_time_ns();
+  __syncwarp();
+  const int i = threadIdx.x & 31;
   if (i >= EPCY_STAMP_WORDS) return;
-  uint64_t *at = (uint64_t *)&counters_of(p)->stamps[kind][epoch % EPCY_NUM_STAMPS];
+  uint64_t *at = (uint64_t *)&counters->stamps[kind][epoch % EPCY_NUM_STAMPS];
   const uint64_t name = (uint64_t)epoch << 32 | operation;
   at[i] = i == 0 || i == EPCY_STAMP_WORDS - 1 ? name : i == 1 ? s.start_ns : s.end_ns[i - 2];
 }

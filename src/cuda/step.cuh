@@ -13,7 +13,7 @@ struct Step {
   EPCY_DEVICE explicit Step(const epcy_peers &peers) : p(peers), me(peers.rank), num_ranks((int)peers.shape.num_ranks) {
     const uint32_t before = load_local(&local()->epoch[blockIdx.x]);
     epoch = before == 0xFFFFFFFFu ? 2u : before + 1; // 0 is no epoch, and each call takes the other set than the last
-    stamp_begin();
+    stamp_begin(is_first_thread());
   }
   EPCY_DEVICE epcy_local *local() const { return (epcy_local *)(p.base[me] + p.control.local); }
   EPCY_DEVICE bool broken() const { return load_local(&local()->broken) != 0; }
@@ -214,6 +214,10 @@ struct Step {
 #pragma unroll 1
     for (int b = blockIdx.x + threadIdx.x * gridDim.x; b < EPCY_MAX_BLOCKS; b += gridDim.x * blockDim.x)
       local()->epoch[b] = epoch;
-    stamp_end(p, EPCY_STAMP_STEP, epoch, p.operation, EPCY_SPAN_WAIT);
+    if (blockIdx.x == 0) {
+      __syncthreads(); // its waits are over
+      if (threadIdx.x < 32)
+        stamp_end(counters_of(p), EPCY_STAMP_STEP, epoch, p.operation, EPCY_SPAN_WAIT, is_first_thread());
+    }
   }
 };

@@ -48,6 +48,18 @@ def good_call(world: LowLatencyRanks, seed: int, xs: list, idxs: list, blocks: l
     check_sums(outs, ys, routing, ws, how)
 
 
+@pytest.mark.parametrize("blocks", [[3, 3], [7, 40], [40, 40], [9, 2]], ids=str)
+@pytest.mark.parametrize("H", [512, 7680])
+@pytest.mark.parametrize("seed", range(2))
+def test_usual_sizes(seed: int, H: int, blocks: list[int]) -> None:
+    """Two ranks and eight lanes have kernels of their own: for few tokens, and for more than there are blocks."""
+    rng = np.random.default_rng(seed)
+    world = LowLatencyRanks(2, 6, 8, 9, H, row_bytes=H * 2, num_rows=40)
+    xs = [draws.floats(rng, (int(rng.integers(1, 9)), H), FLOATS[0]) for _ in range(2)]
+    good_call(world, seed, xs, [draws.lanes(rng, len(x), 8, world.E, unused=0.1) for x in xs], blocks)
+    check_quiet(world)
+
+
 @pytest.mark.parametrize("K, M, Ts, blocks", [(32, 36, [35, 3], [3, 2]), (9, 40, [0, 37], [1, 2])])
 @pytest.mark.parametrize("seed", range(2))
 def test_many_tokens(seed: int, K: int, M: int, Ts: list[int], blocks: list[int]) -> None:
