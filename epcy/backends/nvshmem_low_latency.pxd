@@ -1,6 +1,6 @@
 """The NVSHMEM backend's low-latency part."""
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 
 from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.cuda_low_latency cimport (
