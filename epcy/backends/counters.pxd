@@ -35,13 +35,14 @@ cdef class Counters:
     cdef object page, page_path         # the status page, or None
     cdef epcy_status *status
     cdef int64_t last_read_ns           # CLOCK_MONOTONIC
-    cdef list calls                     # while a trace is taken: (operation, address of counts, how many a rank, its owner)
+    cdef object last_call               # the event of the last of them
+    cdef list calls                     # while a trace is taken: (operation, address of counts, how many a rank, owner)
 
     cdef int open(self, Meter meter, char *address, int device, int64_t num_experts) except -1
     cdef object open_page(self, directory)
     cdef int enter(self, int op) except -1
     cdef int leave(self) except -1
     cdef int close(self) except -1
-    cdef int follow(self, int op, const int32_t *counts, int num_chunks, object owner) except -1
+    cdef int follow(self, int op, const int32_t *counts, int num_chunks, object owner, object event) except -1
     cdef int read_stamps(self, epcy_counters *now) except -1
     cdef int record(self, const epcy_stamp *s) except -1

@@ -89,13 +89,14 @@ cdef class Counters:
         self.page = self.page_path = None
         return 0
 
-    cdef int follow(self, int op, const int32_t *counts, int num_chunks, object owner) except -1:
-        """Keep where a call's tokens went, so many numbers a rank, until its arrows can be drawn."""
+    cdef int follow(self, int op, const int32_t *counts, int num_chunks, object owner, object event) except -1:
+        """Keep where a call's tokens went, so many numbers a rank, until its arrows can be drawn; and when it ends."""
         self.calls.append((op, <uint64_t>counts, num_chunks, owner))
+        self.last_call = event
         return 0
 
-    def read(self):
-        """Bring everything new into the meter."""
+    def read(self, bint wait=False):
+        """Bring everything new into the meter; `wait`: for the end of the calls that a trace follows too."""
         cdef epcy_meter *m = self.meter.m
         cdef epcy_gauges *g = m.gauges
         cdef int64_t *all_experts = epcy_gauge_experts(g)
@@ -106,6 +107,9 @@ cdef class Counters:
         cdef uint8_t[::1] raw, raw_before = self.seen
         cdef int previous = 0
         cdef int64_t r
+        if wait and self.last_call is not None:
+            self.last_call.synchronize()
+            self.last_call = None
         fetched = np.empty(self.nbytes, np.uint8)
         raw = fetched
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")

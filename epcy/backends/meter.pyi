@@ -10,7 +10,7 @@ NUM_EVENTS: int
 @disjoint_base
 class Meter:
     clock_error_ns: int
-    refresh: Callable[[], object] | None
+    refresh: Callable[..., object] | None
     forget: Callable[[], object] | None
     flows: list[tuple[int, int, tuple[int, ...]]] | None
     @property

@@ -156,7 +156,7 @@ cdef class Meter:
         cdef uint64_t at = first, end
         cdef const epcy_event *e
         if self.refresh is not None:
-            self.refresh()
+            self.refresh(True)
         end = self.m.num_events
         if end > self.m.capacity and at < end - self.m.capacity:
             at = end - self.m.capacity

@@ -382,7 +382,7 @@ cdef class NvshmemBackend(Backend):
             event = self.end(call, stream, capturing,
                              [call.x.owner, call.topk_idx, call.topk_weights, call.scales, handle])
             if self.meter is not None and self.meter.flows is not None and not capturing:
-                self.counters.follow(OP_DISPATCH, handle.routing.chunk_count, EPCY_MAX_CHUNKS, handle)
+                self.counters.follow(OP_DISPATCH, handle.routing.chunk_count, EPCY_MAX_CHUNKS, handle, event)
             if waits:
                 self.wait_report(d.peers.ticket, 0, self.num_ranks, handle.experts.size, "dispatch")
                 handle.num_rows = <uint32_t>self.mapped.report.num_rows
@@ -469,8 +469,6 @@ cdef class NvshmemBackend(Backend):
                 check(epcy_cuda_launch_combine(&c, self.combine_blocks, <void *>stream), "launching combine")
             if call.consumed >= 0:
                 self.taken[call.consumed] = False
-            if self.meter is not None and self.meter.flows is not None and not capturing:
-                self.counters.follow(OP_COMBINE, handle.routing.recv_count, EPCY_MAX_CHUNKS, handle)
             r = Combine.__new__(Combine)
             r.combined_x = call.out.owner
             if call.out_weights is not None:
@@ -478,6 +476,8 @@ cdef class NvshmemBackend(Backend):
             r.event = self.end(call, stream, capturing, [call.x.owner, call.topk_weights, call.bias0, call.bias1,
                                                          call.out,
                                                          call.out_weights, handle])
+            if self.meter is not None and self.meter.flows is not None and not capturing:
+                self.counters.follow(OP_COMBINE, handle.routing.recv_count, EPCY_MAX_CHUNKS, handle, r.event)
             return r
         finally:
             epcy_cuda_set_device(previous, NULL)

@@ -53,4 +53,4 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                              uintptr_t stream) except -1
     cdef int launch_combine(self, LowLatencyCombineCall call, uint64_t step, int phases, uintptr_t stream) except -1
     cdef Call on_current_stream(self)
-    cdef int follow(self, int op, const int32_t *flows, object handle) except -1
+    cdef int follow(self, int op, const int32_t *flows, object handle, object event) except -1

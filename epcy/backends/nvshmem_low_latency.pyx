@@ -166,10 +166,10 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         with self.xp.cuda.Stream.from_external(Foreign(call.stream)):
             return copied(array)
 
-    cdef int follow(self, int op, const int32_t *flows, object handle) except -1:
+    cdef int follow(self, int op, const int32_t *flows, object handle, object event) except -1:
         """Where a trace is taken, keep where a call's lanes go."""
         if self.meter is not None and self.meter.flows is not None:
-            self.counters.follow(op, flows, 1, handle)
+            self.counters.follow(op, flows, 1, handle, event)
         return 0
 
     # ---- dispatch -------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             event = self.end(call, stream, capturing, [call, handle.block])
             if not capturing:
                 handle.event = event
-                self.follow(OP_DISPATCH, handle.arrays.flows, handle)
+                self.follow(OP_DISPATCH, handle.arrays.flows, handle, event)
             if not hook:
                 handle.received = True
                 self.low_latency.has_received(LOW_LATENCY_DISPATCH)
@@ -307,7 +307,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                                 else EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE, stream)
             event = self.end(call, stream, capturing, [call, handle.block])
             if not capturing:
-                self.follow(OP_COMBINE, handle.arrays.flows + self.num_ranks, handle)
+                self.follow(OP_COMBINE, handle.arrays.flows + self.num_ranks, handle, event)
             if not hook:
                 self.low_latency.leave_input(call)
                 self.low_latency.has_received(LOW_LATENCY_COMBINE)

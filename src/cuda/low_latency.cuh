@@ -24,6 +24,8 @@
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 static_assert(kThreads == EPCY_PART_LINES * 8, "a thread a unit");
+// Warps of a dispatch that cast nothing: one sees to acknowledgements, one sends the lanes of the block's tokens.
+constexpr int kAcks = kWarps - 1, kScribe = kWarps - 2;
 
 // A lane's place at its expert's rank, as it travels: local expert, how many earlier tokens of its source go there.
 constexpr uint32_t kNowhere = 0xFFFFFFFFu, kRepeated = 0x80000000u; // repeated: an earlier lane brings the row
@@ -88,6 +90,8 @@ struct LowLatency {
     else before = load_local(&state()->epoch[kind][blockIdx.x]), epoch = next_epoch(before);
     stamp_begin(notes());
   }
+  EPCY_DEVICE LowLatency(const LowLatency &other, const epcy_low_latency_call &call) // the same call's
+      : c(call), kind(other.kind), lane(other.lane), before(other.before), epoch(other.epoch) {}
   EPCY_DEVICE epcy_low_latency_local *state() const { return (epcy_low_latency_local *)(c.own + c.wire.local); }
   EPCY_DEVICE bool is_broken() const { return load_local(c.broken) != 0; }
   EPCY_DEVICE uint32_t set() const { return epoch & 1; }

@@ -10,6 +10,44 @@ namespace {
 
 constexpr uint32_t kBoth = EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE;
 
+// The tokens of a block after its first one, in calls that have more tokens than blocks: apart, since a loop around all
+// would keep so much in registers that there were too few for rows.
+template <typename By, typename Rows, typename N>
+__device__ __noinline__ bool send_more(const LowLatency &of, const epcy_low_latency_combine &a, List *lists,
+                                       typename Rows::Shared &shared, int tokens, int first_turn) {
+  const LowLatency s(of, a.call);
+  const Tour tour(a.call);
+  const Rows rows(a.call, tour.part, shared);
+  const int most = __reduce_max_sync(~0u, tokens);
+#pragma unroll 1
+  for (int t = tour.token + tour.step; t < most; t += tour.step) {
+    Lanes to_send, to_sum;
+    to_send.load<N>(a.call, s.after(N::ranks(a.call) == 1 ? 0 : first_turn), t);
+    if (t < a.call.num_tokens) to_sum.load_own<N, By::kHeader != 0>(a.call, weights_given(a), t);
+    By by;
+    if (!by.send(s, a, to_send, to_sum, lists, t, tokens, first_turn, rows)) return false;
+    if (first_turn && t < a.call.num_tokens) by.leave_own(a, t, rows);
+  }
+  return true;
+}
+template <typename By, typename Rows, typename N>
+__device__ __noinline__ void receive_more(const LowLatency &of, const epcy_low_latency_combine &a,
+                                          typename Rows::Shared &shared, bool keeps) {
+  const LowLatency s(of, a.call);
+  const Tour tour(a.call);
+  const Rows rows(a.call, tour.part, shared);
+#pragma unroll 1
+  for (int t = tour.token + tour.step; t < a.call.num_tokens; t += tour.step) {
+    By by;
+    Lanes lanes;
+    uint4 sum;
+    if (keeps) by.take_own(a, t, rows);
+    if (By::kHeader) lanes.load_own<N, By::kHeader != 0>(a.call, weights_given(a), t);
+    if (!by.receive(s, a, lanes, Lanes::load_others<N, By::kHeader != 0>(a.call, t), t, rows, keeps, &sum)) return;
+    if (rows.has_data()) *(uint4 *)(a.out + (int64_t)t * a.call.row_bytes + rows.offset()) = sum;
+  }
+}
+
 template <int Dtype, template <int> class Format, template <int, typename, typename> class Reduction, typename N>
 __global__ void __launch_bounds__(N::kThreadsOfBlock, N::kFast ? 1 : 2)
     combine_tokens(const __grid_constant__ epcy_low_latency_combine a) {
@@ -23,8 +61,7 @@ __global__ void __launch_bounds__(N::kThreadsOfBlock, N::kFast ? 1 : 2)
   const bool sends = N::kFast || c.phases & EPCY_LOW_LATENCY_SEND;
   const bool receives = N::kFast || c.phases & EPCY_LOW_LATENCY_RECEIVE;
   const bool keeps = sends && receives; // else this rank's own rows take the wire too, so that x may change in between
-  const bool given = !N::kFast && gives_weights(a);
-  const float *weights = given ? a.topk_weights : nullptr;
+  const float *weights = N::kFast ? nullptr : weights_given(a);
   List *lists = all_lists[threadIdx.x >> 5];
 
   // The first token's lanes, those of the next source and of this rank, are loaded before anything is known of them.
@@ -50,40 +87,27 @@ __global__ void __launch_bounds__(N::kThreadsOfBlock, N::kFast ? 1 : 2)
     if (speaks) s.acknowledge(held);
     if (verdict != EPCY_VERDICT_OK || !s.wait_for_acks(acks)) verdict = EPCY_VERDICT_BROKEN;
     else if (speaks) s.announce(T, c.header);
-    if (!by_source && given && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
+    if (!N::kFast && !by_source && gives_weights(a) && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
       ByRank<Dtype, Rows, N>::send_weights(s, a);
       verdict = s.gather(s.look_for_headers(), &ignored, false);
     }
     const int most = verdict == EPCY_VERDICT_OK ? __reduce_max_sync(~0u, tokens) : 0;
-#pragma unroll 1
-    for (int t = tour.token; t < most; t += tour.step) {
-      auto next = [&](int turn) {
-        if (turn + 1 < R) to_send.load<N>(c, s.after(turn + 1), t);
-        else if (EPCY_RARELY(t + tour.step < most)) to_send.load<N>(c, s.after(first_turn), t + tour.step);
-      };
-      auto next_own = [&] {
-        if (EPCY_RARELY(t + tour.step < T)) to_sum.load_own<N, by_source>(c, weights, t + tour.step);
-      };
-      if (!by.send(s, a, to_send, to_sum, lists, t, tour.step, tokens, first_turn, rows, next, next_own)) {
-        verdict = EPCY_VERDICT_BROKEN;
-        break;
-      }
-    }
+    bool ok = true;
+    if (tour.token < most) ok = by.send(s, a, to_send, to_sum, lists, tour.token, tokens, first_turn, rows);
+    if (EPCY_RARELY(ok && tour.token + tour.step < most))
+      ok = send_more<By, Rows, N>(s, a, lists, shared, tokens, first_turn);
+    if (!ok) verdict = EPCY_VERDICT_BROKEN;
   }
   if (sends) stamp(EPCY_SPAN_SEND, s.notes());
   if (speaks && receives && verdict == EPCY_VERDICT_OK) verdict = s.gather(s.look_for_headers(), &ignored, true);
   if (speaks && lane == 0 && EPCY_RARELY(verdict != EPCY_VERDICT_OK)) report(c, s.kind, s.epoch, verdict);
 
   const int end = receives && verdict == EPCY_VERDICT_OK ? T : 0;
-#pragma unroll 1
-  for (int t = tour.token; t < end;) {
+  if (tour.token < end) {
     uint4 sum;
-    if (!by.receive(s, a, to_sum, others, t, tour.step, rows, keeps, &sum)) break;
-    if (rows.has_data()) *(uint4 *)(a.out + (int64_t)t * c.row_bytes + rows.offset()) = sum;
-    t += tour.step;
-    if (!EPCY_RARELY(t < end)) break;
-    others = Lanes::load_others<N, by_source>(c, t);
-    if (by_source) to_sum.load_own<N, by_source>(c, weights, t);
+    const bool ok = by.receive(s, a, to_sum, others, tour.token, rows, keeps, &sum);
+    if (ok && rows.has_data()) *(uint4 *)(a.out + (int64_t)tour.token * c.row_bytes + rows.offset()) = sum;
+    if (EPCY_RARELY(ok && tour.token + tour.step < end)) receive_more<By, Rows, N>(s, a, shared, keeps);
   }
   s.leave(N::kFast ? kBoth : c.phases, c.sent);
 }

@@ -14,14 +14,9 @@ namespace {
 
 enum { kBytes = kFp32 + 1 }; // rows travel as they are; else the kind that is cast to FP8
 constexpr int kBoth = EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE;
-// Warps of a block that cast nothing: one sees to acknowledgements, one sends the lanes of the block's tokens.
-constexpr int kAcks = kWarps - 1, kScribe = kWarps - 2;
-
 struct Shared {
   uint4 payload[kCasters];
   float scale[kGroups];
-  uint32_t places[32]; // of the first token's lanes here
-  float weights[32];
   int flows[2][32]; // the clerk's: lanes to each rank, and from each
   unsigned bad;
 };
@@ -87,11 +82,11 @@ __device__ __noinline__ void tell_bad(const epcy_low_latency_dispatch &a, uint32
   *(volatile uint32_t *)&bad->epoch = epoch;
 }
 
-// All threads: send this block's tokens; the first one's own copy stays in *own and `shared` if `Keeps`. False: gave up.
+// All threads: send this block's tokens; the first one's own copy stays in *own if `Keeps`. False: gave up.
 // `hist`: [E].
 template <int From, bool Keeps, typename N>
 EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, const Tour &tour, const Seat &seat,
-                      Shared &shared, int *hist, uint4 *own) {
+                      Shared &shared, int *hist, Own *own) {
   const epcy_low_latency_call &c = a.call;
   const int lane = s.lane, warp = threadIdx.x >> 5, K = N::topk(c), E = c.num_experts, T = c.num_tokens;
   const bool is_clerk = s.is_clerk(), speaks = is_clerk && warp == kAcks;
@@ -164,7 +159,6 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
           add_to(&c.counters->bytes_moved, (uint64_t)__popc(ranks & ~(1u << c.rank)) * (c.row_bytes + a.num_scales * 4));
         }
       }
-      if (first) shared.places[lane] = id >= 0 && owner == c.rank ? place : kNowhere, shared.weights[lane] = in.weight;
     }
     uint4 v;
     if constexpr (From == kBytes) v = in.unit;
@@ -174,7 +168,12 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
 #pragma unroll 1
       for (unsigned left = by_wire ? ranks : ranks & ~(1u << c.rank); left; left &= left - 1)
         store_unit(s.row(__ffs(left) - 1, c.rank, t) + seat.at, v);
-    if (first) *own = v;
+    if (Keeps && first) { // while that is on its way
+      const bool here = id >= 0 && owner == c.rank, repeated = first_lane<N>(c, id, lane) != lane;
+      const int local = id - owner * (int)c.num_local.by;
+      own->unit = v;
+      own->places.set<N>(s, here ? make_place(local, hist[id], repeated) : kNowhere, in.weight);
+    }
     const int before = t;
     t += tour.step;
     if (!EPCY_RARELY(t < T)) return true;
@@ -194,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
   const LowLatency s(c, EPCY_LOW_LATENCY_DISPATCH, sends ? nullptr : c.sent);
   const Tour tour(c);
   const Seat seat(c, tour.part);
-  uint4 own = make_uint4(0, 0, 0, 0);
+  Own own;
   int verdict = EPCY_VERDICT_OK;
   if constexpr (sends) {
     if (!send<From, keeps, N>(s, a, tour, seat, shared, dynamic, &own)) verdict = EPCY_VERDICT_BROKEN;
@@ -205,8 +204,7 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
     if (__syncthreads_or(s.is_broken())) verdict = EPCY_VERDICT_BROKEN;
   }
   if (receives && verdict == EPCY_VERDICT_OK)
-    verdict = receive<N>(s, a, tour, seat, dynamic + c.num_experts, keeps, own, shared.places, shared.weights,
-                         shared.flows[1]);
+    verdict = receive<N>(s, a, tour, seat, dynamic + c.num_experts, keeps, own, shared.flows[1]);
   if (s.is_clerk() && threadIdx.x == 0 && (receives || verdict != EPCY_VERDICT_OK)) {
     c.handle.found->verdict = verdict;
     if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) report(c, s.kind, s.epoch, verdict);

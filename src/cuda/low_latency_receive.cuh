@@ -51,46 +51,57 @@ template <typename N> struct Way {
   }
 };
 
-// A whole warp: copy what has come of a token to the rows of its lanes, and keep these in the handle. `counts`: of every
-// rank for my experts.
+// Where a token's lanes go here, as far as that is known before the counts are; a whole warp.
+struct Places {
+  int local, row;        // of lane `lane`: the expert, and the row but for what earlier ranks have for it; -1: none here
+  bool repeated;         // an earlier lane brings the row
+  unsigned lanes;        // that bring one
+  float weight;
+
+  template <typename N> EPCY_DEVICE void set(const LowLatency &s, uint32_t place, float of_lane) {
+    const bool here = s.lane < N::topk(s.c) && place != kNowhere;
+    repeated = place & kRepeated, weight = of_lane;
+    local = here ? (place & ~kRepeated) >> 16 : 0;
+    row = here ? (int)(place & 0xFFFF) + local * N::ranks(s.c) * s.c.max_tokens : -1;
+    lanes = __ballot_sync(~0u, here && !repeated);
+  }
+};
+
+// A whole warp: copy what has come of a token of `source` to the rows of its lanes; if it `keeps_handle`, keep these there.
+// `counts`: of every rank for my experts.
 template <typename N>
 EPCY_DEVICE void place(const LowLatency &s, const epcy_low_latency_dispatch &a, const Tour &tour, const Seat &seat,
-                       const int *counts, const Arrival &x) {
-  const int lane = s.lane, K = N::topk(s.c), L = (int)s.c.num_local.by;
-  const uint32_t place = (uint32_t)x.words.x;
-  const bool here = lane < K && place != kNowhere, repeated = place & kRepeated;
-  int row = -1;
-  if (here) {
-    const int local = (place & ~kRepeated) >> 16;
-    row = (int)(place & 0xFFFF) + local * N::ranks(s.c) * s.c.max_tokens;
+                       const int *counts, const Places &p, int source, int token, const uint4 &unit, bool keeps_handle) {
+  const int K = N::topk(s.c);
+  int row = p.row;
+  if (row >= 0) {
     if constexpr (N::kRanks == 2) {
-      if (x.source) row += counts[local];
+      if (source) row += counts[p.local];
     } else {
 #pragma unroll 1
-      for (int r = 0; r < x.source; r++) row += counts[r * L + local];
+      for (int r = 0; r < source; r++) row += counts[r * (int)s.c.num_local.by + p.local];
     }
   }
-  if (tour.part == 0 && (threadIdx.x >> 5) == (x.source & (kWarps - 1)) && lane < K) {
-    const int at = (x.source * s.c.max_tokens + x.token) * K + lane;
-    s.c.handle.rows[at] = here && repeated ? row | kRepeatedRow : row;
-    s.c.handle.weights[at] = __uint_as_float((uint32_t)x.words.y);
-  }
-  unsigned left = __ballot_sync(~0u, here && !repeated); // of a repeated lane an earlier one brings the row
   const int line = threadIdx.x >> 3, scale = tour.part * a.part_scales + line;
   const bool has_scale = seat.is_tail && a.recv_scales && line < a.part_scales && scale < a.num_scales;
   char *to = seat.is_tail ? (char *)(a.recv_scales + scale) : a.recv_x + seat.offset;
   const uint32_t stride = seat.is_tail ? a.num_scales * 4 : s.c.row_bytes;
 #pragma unroll 1
-  while (left) {
+  for (unsigned left = p.lanes; left;) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const bool more = left;
       const int r = __shfl_sync(~0u, row, __ffs(left) - 1);
       left &= left - 1;
       char *at = to + (uint64_t)(uint32_t)r * stride;
-      if (more && seat.has_data) *(uint4 *)at = x.unit;
-      if (more && has_scale) *(uint32_t *)at = scale_of(x.unit);
+      if (more && seat.has_data) *(uint4 *)at = unit;
+      if (more && has_scale) *(uint32_t *)at = scale_of(unit);
     }
+  }
+  if (tour.part == 0 && keeps_handle && s.lane < K) {
+    const int at = (source * s.c.max_tokens + token) * K + s.lane;
+    s.c.handle.rows[at] = row >= 0 && p.repeated ? row | kRepeatedRow : row;
+    s.c.handle.weights[at] = p.weight;
   }
 }
 
@@ -121,15 +132,24 @@ EPCY_DEVICE void tell_counts(const epcy_low_latency_dispatch &a, const int *coun
   if (lane == 0) atomicMax((unsigned long long *)&a.call.counters->most_rows[1][a.area], (unsigned long long)rows);
 }
 
-// All threads: receive this block's tokens of every rank. `keeps`: this rank's first one did not take the wire, and is
-// `own`, with its lanes in `places` and `weights`. `from`: [R], nothing yet. What the call comes to; of use is nothing unless it is well.
+// This rank's own copy of a block's first token, if it does not take the wire.
+struct Own {
+  uint4 unit;
+  Places places;
+};
+
+// All threads: receive this block's tokens of every rank. `keeps`: this rank's first one is `own`. `from`: [R], nothing
+// yet. What the call comes to; of use is nothing unless it is well.
 template <typename N>
 EPCY_DEVICE int receive(const LowLatency &s, const epcy_low_latency_dispatch &a, const Tour &tour, const Seat &seat,
-                        int *counts, bool keeps, uint4 own, const uint32_t *places, const float *weights, int *from) {
-  const int lane = s.lane, K = N::topk(s.c), E = s.c.num_experts, first = threadIdx.x;
+                        int *counts, bool keeps, const Own &own, int *from) {
+  const int lane = s.lane, K = N::topk(s.c), E = s.c.num_experts, first = threadIdx.x, warp = first >> 5;
   const uint64_t *words = s.counts(s.c.rank, 0);
   const ulonglong2 headers = s.look_for_headers();
   uint64_t count = first < E ? load_word(words + first) : 0;
+  Arrival next; // what comes first, if it comes
+  const int first_source = s.after(keeps && N::ranks(s.c) > 1 ? 1 : 0);
+  if (tour.token < s.c.max_tokens) next.begin(s, seat, K, tour.token, first_source);
   int tokens, verdict = s.gather(headers, &tokens, s.is_clerk() && first < 32);
   Patience patience;
 #pragma unroll 1
@@ -152,22 +172,21 @@ EPCY_DEVICE int receive(const LowLatency &s, const epcy_low_latency_dispatch &a,
     return EPCY_VERDICT_OK;
   }
 
+  if (keeps && tour.token < s.c.num_tokens) // while the others' are on their way
+    place<N>(s, a, tour, seat, counts, own.places, s.c.rank, tour.token, own.unit, warp == kScribe);
   Way<N> way = {tour.token, keeps ? 0 : -1, 0};
-  Arrival next;
   bool more = way.next(s, tour, tokens);
-  if (more) next.begin(s, seat, K, way.token, way.source);
-  if (keeps && tour.token < s.c.num_tokens) { // while the others' are on their way
-    Arrival mine = {tour.token, s.c.rank, make_ulonglong2(kNowhere, 0), own};
-    if (lane < K) mine.words = make_ulonglong2(places[lane], __float_as_uint(weights[lane]));
-    place<N>(s, a, tour, seat, counts, mine);
-  }
+  if (EPCY_RARELY(more && (way.token != tour.token || way.source != first_source)))
+    next.begin(s, seat, K, way.token, way.source);
 #pragma unroll 1
   while (more) { // one token ahead of the one that is worked on
     Arrival now = next;
     more = way.next(s, tour, tokens);
     if (EPCY_RARELY(more)) next.begin(s, seat, K, way.token, way.source);
     if (!now.wait(s, seat, K)) return EPCY_VERDICT_BROKEN;
-    place<N>(s, a, tour, seat, counts, now);
+    Places places;
+    places.set<N>(s, (uint32_t)now.words.x, __uint_as_float((uint32_t)now.words.y));
+    place<N>(s, a, tour, seat, counts, places, now.source, now.token, now.unit, warp == (now.source & (kWarps - 1)));
   }
   return EPCY_VERDICT_OK;
 }

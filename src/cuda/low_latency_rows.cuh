@@ -6,6 +6,9 @@ constexpr int kRows = 8; // rows of a thread whose loads are in flight together
 
 // Whether ranks give weights to this call: not whether this one has an array, which without tokens may be at no address.
 EPCY_DEVICE bool gives_weights(const epcy_low_latency_combine &a) { return a.call.header & EPCY_LOW_LATENCY_WEIGHTS; }
+EPCY_DEVICE const float *weights_given(const epcy_low_latency_combine &a) {
+  return gives_weights(a) ? a.topk_weights : nullptr;
+}
 EPCY_DEVICE uint4 nothing() { return make_uint4(0, 0, 0, 0); }
 
 template <int Dtype> struct Sum {

@@ -69,7 +69,7 @@ EPCY_DEVICE bool gather_lines(const LowLatency &s, const Rows &rows, unsigned wh
 template <typename N, bool IsFast, bool IsFew> struct Made : N {
   static constexpr bool kFast = IsFast, kFew = IsFew;
   static constexpr int kThreadsOfBlock = IsFast && !IsFew ? 1024 : kThreads;
-  static constexpr int kOwnRows = IsFew ? kRows : kRows / 2; // in flight, while the wire is busy
+  static constexpr int kRowsAtOnce = IsFew ? kRows : kRows / 2;
 };
 
 // Rows that travel to another rank, for the statistics: the first warp of a row's first part counts them whole.
@@ -82,9 +82,8 @@ EPCY_DEVICE void count_row(const LowLatency &s, int to, int rows) {
 template <int Dtype, typename Rows, typename N> struct ByRank {
   static constexpr uint32_t kHeader = 0;
   static constexpr bool kPair = N::kRanks == 2; // then one line comes, and is looked at early
-  using Mine = RowSum<Dtype, N, N::kOwnRows>;
-  uint4 own; // this rank's own sum of the last token, and whether it has rows of it
-  bool has_own = false;
+  using Mine = RowSum<Dtype, N, N::kRowsAtOnce>;
+  uint4 own = nothing(); // this rank's own sum
 
   // Weights that are given to the combine go to their experts' ranks first: each warp's own tokens.
   EPCY_DEVICE static void send_weights(const LowLatency &s, const epcy_low_latency_combine &a) {
@@ -114,12 +113,9 @@ template <int Dtype, typename Rows, typename N> struct ByRank {
   EPCY_DEVICE static uint32_t slot(const LowLatency &s, int from, int t) { return from * s.c.max_tokens + t; }
 
   // A whole warp: send its part of the t-th token of each rank that has it, and sum this rank's own unless it travels
-  // too: of a token that is not the block's last one it waits in `out`. next(turn), when the lanes to send at a
-  // turn are no longer needed, loads those of the next one; next_own() those of this rank's next token. False: gave up.
-  template <typename Next, typename NextOwn>
-  EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &to_send, Lanes &to_sum,
-                        List *lists, int t, int step, int tokens, int first_turn, const Rows &rows, Next next,
-                        NextOwn next_own) {
+  // too. The lanes given are those of the first rank to send to, and of this rank. False: gave up.
+  EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &to_send, const Lanes &to_sum,
+                        List *lists, int t, int tokens, int first_turn, const Rows &rows) {
     const bool owns = first_turn && t < s.c.num_tokens;
     uint4 sum;
     Mine mine;
@@ -127,46 +123,50 @@ template <int Dtype, typename Rows, typename N> struct ByRank {
     for (int turn = first_turn; turn < N::ranks(s.c); turn++) {
       const int source = s.after(turn);
       const bool real = t < __shfl_sync(~0u, tokens, source);
-      RowSum<Dtype, N, kRows> theirs;
+      RowSum<Dtype, N, N::kRowsAtOnce> theirs;
+      if (turn > first_turn) to_send.template load<N>(s.c, source, t);
       if (real) {
         if (N::kRanks == 0 && gives_weights(a) && !receive_weights(s, source, t, to_send)) return false;
         theirs.begin(a, to_send, lists[0], rows);
       }
-      next(turn);
       if (N::kFew && owns) mine.begin(a, to_sum, lists[1], rows);
       if (real && theirs.end(a, &sum)) rows.send(s, s.sum(source, slot(s, s.c.rank, t)), sum), count_row(s, source, 1);
     }
     if (!owns) return true;
     if (!N::kFew) mine.begin(a, to_sum, lists[0], rows);
-    next_own();
-    has_own = mine.end(a, &own);
-    if (EPCY_RARELY(has_own && t + step < s.c.num_tokens) && rows.has_data()) *to(s, a, t, rows) = own;
+    mine.end(a, &own);
     return true;
   }
-  EPCY_DEVICE static uint4 *to(const LowLatency &s, const epcy_low_latency_combine &a, int t, const Rows &rows) {
-    return (uint4 *)(a.out + (int64_t)t * s.c.row_bytes + rows.offset());
+  // Where this rank's own sum of a token waits for the others while the warp is at other tokens.
+  EPCY_DEVICE static uint4 *place_of_own(const epcy_low_latency_combine &a, int t, const Rows &rows) {
+    return (uint4 *)(a.out + (int64_t)t * a.call.row_bytes + rows.offset());
+  }
+  EPCY_DEVICE void leave_own(const epcy_low_latency_combine &a, int t, const Rows &rows) const {
+    if (rows.has_data()) *place_of_own(a, t, rows) = own;
+  }
+  EPCY_DEVICE void take_own(const epcy_low_latency_combine &a, int t, const Rows &rows) {
+    if (rows.has_data()) own = *place_of_own(a, t, rows);
   }
 
-  // A whole warp: its part of a token of this rank, once all of the block's have been sent. False: gave up.
+  // A whole warp: its part of a token of this rank, after send(). False: gave up.
   EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &, uint32_t others, int t,
-                           int step, const Rows &rows, bool keeps, uint4 *out) {
+                           const Rows &rows, bool keeps, uint4 *out) {
     const unsigned ranks = others & (0xFFFFFFFFu >> (32 - s.c.num_ranks)), me = 1u << s.c.rank;
     const unsigned wire = keeps ? ranks & ~me : ranks;
     const uint4 *at = s.sum(s.c.rank, slot(s, s.c.rank ^ 1, t));
-    uint4 theirs = nothing(), mine = own;
+    uint4 theirs = nothing();
     if (kPair && wire) rows.look(at, &theirs);
-    if (EPCY_RARELY(keeps && t + step < s.c.num_tokens) && ranks & me && rows.has_data()) mine = *to(s, a, t, rows);
     Sum<Dtype> sum;
     if constexpr (kPair) { // 0 + a + b = 0 + b + a
       float x[Rows::N];
-      if (ranks & me) rows.own_values(mine, x), sum.add(x);
+      if (ranks & me) rows.own_values(own, x), sum.add(x);
       if (wire) {
         if (!wait_for_lines<1>(s, rows, &at, &theirs, 1, s.c.rank ^ 1)) return false;
         rows.values(s, at, theirs, s.c.rank ^ 1, x), sum.add(x);
       }
     } else {
       auto where = [&](int r) { return s.sum(s.c.rank, slot(s, r, t)); };
-      auto held = [&](int) { return mine; };
+      auto held = [&](int) { return own; };
       auto add = [&](int, const float *x) { sum.add(x); };
       if (!gather_lines(s, rows, ranks, wire, where, held, add)) return false;
     }
@@ -178,17 +178,16 @@ template <int Dtype, typename Rows, typename N> struct ByRank {
 // ---- reduction="source": every row travels
 template <int Dtype, typename Rows, typename N> struct BySource {
   static constexpr uint32_t kHeader = EPCY_LOW_LATENCY_SOURCE;
-  template <typename Next, typename NextOwn>
-  EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &to_send, Lanes &, List *lists,
-                        int t, int, int tokens, int first_turn, const Rows &rows, Next next, NextOwn) {
+  EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &to_send, const Lanes &,
+                        List *lists, int t, int tokens, int first_turn, const Rows &rows) {
     const uint32_t first_slot = (uint32_t)t * N::topk(s.c);
     const char *y = payload_of(a, rows);
 #pragma unroll
     for (int turn = first_turn; turn < N::ranks(s.c); turn++) {
       const int source = s.after(turn);
       const bool real = t < __shfl_sync(~0u, tokens, source);
+      if (turn > first_turn) to_send.template load<N>(s.c, source, t);
       lists[0].fill(real && to_send.brings(s.c) ? to_send.row : -1, 0.0f);
-      next(turn);
 #pragma unroll
       for (int k = 0; k < N::topk(s.c) && real; k += kRows) {
         uint4 v[kRows];
@@ -201,8 +200,10 @@ template <int Dtype, typename Rows, typename N> struct BySource {
     }
     return true;
   }
+  EPCY_DEVICE void leave_own(const epcy_low_latency_combine &, int, const Rows &) const {}
+  EPCY_DEVICE void take_own(const epcy_low_latency_combine &, int, const Rows &) {}
   EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &l, uint32_t others, int t,
-                           int, const Rows &rows, bool keeps, uint4 *out) {
+                           const Rows &rows, bool keeps, uint4 *out) {
     const int K = N::topk(s.c), my_row = l.is_here(s.c) ? l.row & ~kRepeatedRow : -1;
     const bool used = others != kNowhere && (int)(others >> 8) < K;
     const unsigned mine = __ballot_sync(~0u, used && keeps && (int)(others & 255) == s.c.rank);

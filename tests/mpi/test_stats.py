@@ -73,6 +73,7 @@ def test_low_latency_tokens(comm, make_buffer):
         _, _, hook = buf.low_latency_combine(recv_x, None, weights, handle, return_recv_hook=hooks)
         if hooks:
             hook()
+    buf.capture().synchronize()
     between = 2 * tokens_between(sent, comm.size, lanes=True)
     s = buf.stats()
     assert s.tokens_to_rank == tuple(between[comm.rank])
