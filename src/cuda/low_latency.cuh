@@ -86,6 +86,7 @@ struct LowLatency {
   // All threads. `sent`: where the epoch of a call is that was sent by another kernel; else NULL.
   EPCY_DEVICE LowLatency(const epcy_low_latency_call &call, int kind_of, const uint32_t *sent)
       : c(call), kind(kind_of), lane(threadIdx.x & 31) {
+    after_others();
     if (sent) before = 0, epoch = load_local(sent);
     else before = load_local(&state()->epoch[kind][blockIdx.x]), epoch = next_epoch(before);
     stamp_begin(notes());

@@ -13,31 +13,31 @@ constexpr uint32_t kBoth = EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE;
 // The tokens of a block after its first one, in calls that have more tokens than blocks: apart, since a loop around all
 // would keep so much in registers that there were too few for rows.
 template <typename By, typename Rows, typename N>
-__device__ __noinline__ bool send_more(const LowLatency &of, const epcy_low_latency_combine &a, List *lists,
-                                       typename Rows::Shared &shared, int tokens, int first_turn) {
-  const LowLatency s(of, a.call);
-  const Tour tour(a.call);
-  const Rows rows(a.call, tour.part, shared);
+EPCY_DEVICE bool send_more(const LowLatency &of, const epcy_low_latency_combine &all, List *lists,
+                           typename Rows::Shared &shared, int tokens, int first_turn, int t, int step) {
   const int most = __reduce_max_sync(~0u, tokens);
 #pragma unroll 1
-  for (int t = tour.token + tour.step; t < most; t += tour.step) {
+  for (; t < most; t += step) {
+    const epcy_low_latency_combine &a = (&all)[opaque_zero()];
+    const LowLatency s(of, a.call);
+    const Rows rows(a.call, Tour(a.call).part, shared);
     Lanes to_send, to_sum;
     to_send.load<N>(a.call, s.after(N::ranks(a.call) == 1 ? 0 : first_turn), t);
     if (t < a.call.num_tokens) to_sum.load_own<N, By::kHeader != 0>(a.call, weights_given(a), t);
     By by;
-    if (!by.send(s, a, to_send, to_sum, lists, t, tokens, first_turn, rows)) return false;
+    if (!by.template send<true>(s, a, to_send, to_sum, lists, t, tokens, first_turn, rows)) return false;
     if (first_turn && t < a.call.num_tokens) by.leave_own(a, t, rows);
   }
   return true;
 }
 template <typename By, typename Rows, typename N>
-__device__ __noinline__ void receive_more(const LowLatency &of, const epcy_low_latency_combine &a,
-                                          typename Rows::Shared &shared, bool keeps) {
-  const LowLatency s(of, a.call);
-  const Tour tour(a.call);
-  const Rows rows(a.call, tour.part, shared);
+EPCY_DEVICE void receive_more(const LowLatency &of, const epcy_low_latency_combine &all,
+                              typename Rows::Shared &shared, bool keeps, int t, int step) {
 #pragma unroll 1
-  for (int t = tour.token + tour.step; t < a.call.num_tokens; t += tour.step) {
+  for (; t < all.call.num_tokens; t += step) {
+    const epcy_low_latency_combine &a = (&all)[opaque_zero()];
+    const LowLatency s(of, a.call);
+    const Rows rows(a.call, Tour(a.call).part, shared);
     By by;
     Lanes lanes;
     uint4 sum;
@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(N::kThreadsOfBlock, N::kFast ? 1 : 2)
     }
     const int most = verdict == EPCY_VERDICT_OK ? __reduce_max_sync(~0u, tokens) : 0;
     bool ok = true;
-    if (tour.token < most) ok = by.send(s, a, to_send, to_sum, lists, tour.token, tokens, first_turn, rows);
+    if (tour.token < most) ok = by.template send<false>(s, a, to_send, to_sum, lists, tour.token, tokens, first_turn, rows);
     if (EPCY_RARELY(ok && tour.token + tour.step < most))
-      ok = send_more<By, Rows, N>(s, a, lists, shared, tokens, first_turn);
+      ok = send_more<By, Rows, N>(s, a, lists, shared, tokens, first_turn, tour.token + tour.step, tour.step);
     if (!ok) verdict = EPCY_VERDICT_BROKEN;
   }
   if (sends) stamp(EPCY_SPAN_SEND, s.notes());
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(N::kThreadsOfBlock, N::kFast ? 1 : 2)
     uint4 sum;
     const bool ok = by.receive(s, a, to_sum, others, tour.token, rows, keeps, &sum);
     if (ok && rows.has_data()) *(uint4 *)(a.out + (int64_t)tour.token * c.row_bytes + rows.offset()) = sum;
-    if (EPCY_RARELY(ok && tour.token + tour.step < end)) receive_more<By, Rows, N>(s, a, shared, keeps);
+    if (EPCY_RARELY(ok && tour.token + tour.step < end)) receive_more<By, Rows, N>(s, a, shared, keeps, tour.token + tour.step, tour.step);
   }
   s.leave(N::kFast ? kBoth : c.phases, c.sent);
 }
@@ -163,6 +163,6 @@ extern "C" int epcy_cuda_launch_low_latency_combine(const epcy_low_latency_combi
     if (speed == kMany)
       threads *= 2, c.num_parts = epcy_divide_by((c.num_lines + 2 * EPCY_PART_LINES - 1) / (2 * EPCY_PART_LINES));
   }
-  return launch_together(kernel_of(c.dtype, c.header, speed), low_latency_grid(c, EPCY_LOW_LATENCY_MIN_BLOCKS), threads, 0,
+  return launch_together<true>(kernel_of(c.dtype, c.header, speed), low_latency_grid(c, EPCY_LOW_LATENCY_MIN_BLOCKS), threads, 0,
                          stream, a);
 }

@@ -241,6 +241,6 @@ extern "C" int epcy_cuda_low_latency_dispatch_blocks(const epcy_shape *shape, in
 extern "C" int epcy_cuda_launch_low_latency_dispatch(const epcy_low_latency_dispatch *a, void *stream) {
   const epcy_low_latency_call &c = a->call;
   const auto kernel = kernel_of(c.header & EPCY_LOW_LATENCY_FP8, c.dtype, c.phases, is_usual(c));
-  return launch_together(kernel, low_latency_grid(c, EPCY_LOW_LATENCY_MIN_BLOCKS), kThreads, shared_bytes(c.peers.shape),
+  return launch_together<true>(kernel, low_latency_grid(c, EPCY_LOW_LATENCY_MIN_BLOCKS), kThreads, shared_bytes(c.peers.shape),
                          stream, *a);
 }

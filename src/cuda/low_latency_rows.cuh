@@ -84,8 +84,8 @@ template <typename Rows> EPCY_DEVICE const char *payload_of(const epcy_low_laten
 EPCY_DEVICE const uint4 *in_row(const epcy_low_latency_combine &a, const char *y, int row) {
   return (const uint4 *)(y + (uint64_t)(uint32_t)row * (uint32_t)a.call.row_bytes);
 }
-// The rows of lanes k, ..., k + Count - 1 that a list has; which, as bits.
-template <int Count>
+// The rows of lanes k, ..., k + Count - 1 that a list has; which, as bits. `InLoop`: see load_early_if.
+template <int Count, bool InLoop>
 EPCY_DEVICE unsigned load_rows(const epcy_low_latency_combine &a, const List &list, int k, const char *y, uint4 *v) {
   unsigned here = 0;
 #pragma unroll
@@ -94,7 +94,8 @@ EPCY_DEVICE unsigned load_rows(const epcy_low_latency_combine &a, const List &li
     const int row[4] = {r.x, r.y, r.z, r.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      v[j + i] = load_early_if(row[i] >= 0, in_row(a, y, row[i]));
+      if (InLoop) v[j + i] = clear();
+      load_early_if(row[i] >= 0, in_row(a, y, row[i]), &v[j + i]);
       here |= row[i] >= 0 ? 1u << (j + i) : 0u;
     }
   }
@@ -103,7 +104,7 @@ EPCY_DEVICE unsigned load_rows(const epcy_low_latency_combine &a, const List &li
 
 // A whole warp: this rank's rows of a token, weighted, summed in the order of the lanes, and rounded. The first `Count`
 // rows are on their way from begin() to end().
-template <int Dtype, typename N, int Count> struct RowSum {
+template <int Dtype, typename N, int Count, bool InLoop> struct RowSum {
   const char *y;
   const List *list;
   uint4 v[Count];
@@ -115,7 +116,7 @@ template <int Dtype, typename N, int Count> struct RowSum {
     const bool here = l.is_here(a.call);
     any = __any_sync(~0u, here), list = &of_warp, y = payload_of(a, rows);
     of_warp.fill(here ? l.row & ~kRepeatedRow : -1, l.weight);
-    which = load_rows<Count>(a, of_warp, 0, y, v);
+    which = load_rows<Count, InLoop>(a, of_warp, 0, y, v);
   }
   // False: there are no rows.
   EPCY_DEVICE bool end(const epcy_low_latency_combine &a, uint4 *out) {
@@ -123,7 +124,7 @@ template <int Dtype, typename N, int Count> struct RowSum {
     Sum<Dtype> sum;
 #pragma unroll
     for (int k = 0; k < N::topk(a.call); k += Count) {
-      if (k) which = load_rows<Count>(a, *list, k, y, v);
+      if (k) which = load_rows<Count, InLoop>(a, *list, k, y, v);
 #pragma unroll
       for (int j = 0; j < Count; j += 4) {
         const float4 w = *(const float4 *)(list->weight + k + j);

@@ -82,7 +82,6 @@ EPCY_DEVICE void count_row(const LowLatency &s, int to, int rows) {
 template <int Dtype, typename Rows, typename N> struct ByRank {
   static constexpr uint32_t kHeader = 0;
   static constexpr bool kPair = N::kRanks == 2; // then one line comes, and is looked at early
-  using Mine = RowSum<Dtype, N, N::kRowsAtOnce>;
   uint4 own = nothing(); // this rank's own sum
 
   // Weights that are given to the combine go to their experts' ranks first: each warp's own tokens.
@@ -114,16 +113,17 @@ template <int Dtype, typename Rows, typename N> struct ByRank {
 
   // A whole warp: send its part of the t-th token of each rank that has it, and sum this rank's own unless it travels
   // too. The lanes given are those of the first rank to send to, and of this rank. False: gave up.
+  template <bool InLoop>
   EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &to_send, const Lanes &to_sum,
                         List *lists, int t, int tokens, int first_turn, const Rows &rows) {
     const bool owns = first_turn && t < s.c.num_tokens;
     uint4 sum;
-    Mine mine;
+    RowSum<Dtype, N, N::kRowsAtOnce, InLoop> mine;
 #pragma unroll
     for (int turn = first_turn; turn < N::ranks(s.c); turn++) {
       const int source = s.after(turn);
       const bool real = t < __shfl_sync(~0u, tokens, source);
-      RowSum<Dtype, N, N::kRowsAtOnce> theirs;
+      RowSum<Dtype, N, N::kRowsAtOnce, InLoop || N::kRanks != 2> theirs;
       if (turn > first_turn) to_send.template load<N>(s.c, source, t);
       if (real) {
         if (N::kRanks == 0 && gives_weights(a) && !receive_weights(s, source, t, to_send)) return false;
@@ -178,6 +178,7 @@ template <int Dtype, typename Rows, typename N> struct ByRank {
 // ---- reduction="source": every row travels
 template <int Dtype, typename Rows, typename N> struct BySource {
   static constexpr uint32_t kHeader = EPCY_LOW_LATENCY_SOURCE;
+  template <bool InLoop>
   EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &to_send, const Lanes &,
                         List *lists, int t, int tokens, int first_turn, const Rows &rows) {
     const uint32_t first_slot = (uint32_t)t * N::topk(s.c);
@@ -191,7 +192,7 @@ template <int Dtype, typename Rows, typename N> struct BySource {
 #pragma unroll
       for (int k = 0; k < N::topk(s.c) && real; k += kRows) {
         uint4 v[kRows];
-        const unsigned here = load_rows<kRows>(a, lists[0], k, y, v);
+        const unsigned here = load_rows<kRows, InLoop || N::kRanks != 2>(a, lists[0], k, y, v);
 #pragma unroll
         for (int j = 0; j < kRows; j++)
           if (here >> j & 1) rows.send(s, s.sum(source, first_slot + k + j), v[j]);

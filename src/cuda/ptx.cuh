@@ -74,6 +74,13 @@ EPCY_DEVICE char *dynamic_shared() {
   return memory;
 }
 
+// All threads: wait for all that came before this kernel in its stream, and let the next one be made ready.
+EPCY_DEVICE void after_others() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Loads of what no kernel that runs writes, issued where they stand: the compiler would move them to their first use,
 // behind another load that is waited for.
 EPCY_DEVICE uint4 load_early(const uint4 *p) {
@@ -81,16 +88,26 @@ EPCY_DEVICE uint4 load_early(const uint4 *p) {
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Without a branch: nothing unless `wanted`.
-EPCY_DEVICE uint4 load_early_if(bool wanted, const uint4 *p) {
-  uint4 v;
+// Without a branch: anything unless `wanted`. In a loop that anything would be what was there before, and keep its
+// registers from turn to turn: clear it first.
+EPCY_DEVICE void load_early_if(bool wanted, const uint4 *p, uint4 *v) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];}"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "+r"(v->x), "+r"(v->y), "+r"(v->z), "+r"(v->w)
                : "l"(p), "r"((uint32_t)wanted));
+}
+EPCY_DEVICE uint4 clear() {
+  uint4 v;
+  asm volatile("mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w));
   return v;
 }
 // Have an address in registers from here on, instead of computing it again at every use.
 template <typename T> EPCY_DEVICE void keep(T *&p) { asm("" : "+l"(p)); }
+// 0, which the compiler does not know: what depends on it is not computed before it is asked for.
+EPCY_DEVICE int opaque_zero() {
+  int zero;
+  asm volatile("mov.u32 %0, 0;" : "=r"(zero));
+  return zero;
+}
 // One word, or two; nothing is done with them yet, which would wait for them.
 EPCY_DEVICE void load_early(bool two, const void *p, int32_t *low, int32_t *high) {
   asm volatile(

@@ -191,7 +191,11 @@ enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrMultiProcessorCount
 };
-enum { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeCooperative };
+enum {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaLaunchAttributeCooperative,
+  cudaLaunchAttributeProgrammaticStreamSerialization
+};
 struct cudaFuncAttributes {
   size_t sharedSizeBytes;
 };
@@ -202,7 +206,7 @@ struct dim3 {
 struct cudaLaunchAttribute {
   int id;
   struct {
-    int cooperative;
+    int cooperative, programmaticStreamSerializationAllowed;
   } val;
 };
 struct cudaLaunchConfig_t {

@@ -42,7 +42,10 @@ inline void store_words(ulonglong2 *p, uint64_t first, uint64_t second) {
   emulated::put(p, make_ulonglong2(first, second));
 }
 template <typename T> inline T load_early(const T *p) { return *p; }
-inline uint4 load_early_if(bool wanted, const uint4 *p) { return wanted ? *p : make_uint4(0x77, 0x77, 0x77, 0x77); }
+inline void load_early_if(bool wanted, const uint4 *p, uint4 *v) { *v = wanted ? *p : make_uint4(0x77, 0x77, 0x77, 0x77); }
+inline uint4 clear() { return make_uint4(0, 0, 0, 0); }
+inline int opaque_zero() { return 0; }
+inline void after_others() {}
 inline void load_early(bool two, const void *p, int32_t *low, int32_t *high) {
   *low = ((const int32_t *)p)[0];
   if (two) *high = ((const int32_t *)p)[1];
