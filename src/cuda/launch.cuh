@@ -49,7 +49,8 @@ int launch_apart(void (*kernel)(Args...), int grid, int block, void *stream, Giv
 // after_others(), and may be brought to the multiprocessors while what came before it in the stream ends.
 template <bool Early = false, typename... Args, typename... Given>
 int launch_together(void (*kernel)(Args...), int grid, int block, size_t shared, void *stream, Given... given) {
-  static const bool can_be_early = Early && has_bulk_copies(); // both came with sm_90
+  static int num_attributes = 0;
+  if (num_attributes == 0) num_attributes = Early && has_bulk_copies() ? 2 : 1; // both came with sm_90
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid), config.blockDim = dim3(block),
   config.dynamicSmemBytes = shared ? shared + kSharedAlignment : 0, config.stream = (cudaStream_t)stream;
@@ -57,6 +58,6 @@ int launch_together(void (*kernel)(Args...), int grid, int block, size_t shared,
   attributes[0].id = cudaLaunchAttributeCooperative, attributes[0].val.cooperative = 1;
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attributes, config.numAttrs = can_be_early ? 2 : 1;
+  config.attrs = attributes, config.numAttrs = num_attributes;
   return cudaLaunchKernelEx(&config, kernel, Args(given)...);
 }
