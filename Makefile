@@ -88,8 +88,8 @@ demo: $(VENV)/.built ## train a mixture-of-experts language model on 4 ranks (se
 
 test: test-unit $(RANKS:%=test-%) ## every test: unit tests once, the MPI tests on 1, 2, 3, 4 and 8 ranks (sets up .venv first)
 
-test-unit: $(VENV)/.built ## the tests of one process: the build, a third-party .pyx, the CUDA kernels on an emulated machine
-	$(PY) $(PYTEST) tests/unit tests/cython tests/emulator $(ARGS)
+test-unit: $(VENV)/.built ## the tests of one process: the build, a third-party .pyx, the protocols on weak memory, the kernels on an emulated machine
+	$(PY) $(PYTEST) tests/unit tests/cython tests/protocol tests/emulator $(ARGS)
 
 test-%: $(VENV)/.built ## the MPI and property tests on % ranks: make test-3
 	@case '$*' in *[!0-9]*) echo "make: no verb test-$*" >&2; exit 2;; esac
