@@ -1,5 +1,6 @@
-"""The flags of src/host for two ranks, as programs of machine.py. Each fence has the name it has in docs/memory-model.md,
-and `without` leaves some of them out."""
+"""The flags of src/host for two ranks, as programs of machine.py.
+
+Each fence has the name that it has in docs/memory-model.md, and `without` leaves some of them out."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A machine with weak memory, explored in every order: for programs of a few ranks, as small as a protocol is.
 
-A rank's operations may be carried out in any order that its fences, its flags and sameness of address leave open, and a
-store that was carried out lies in the rank's store buffer until it becomes visible, at any later moment and in any order
-that the same rules leave open. A rank sees its own buffer. A store that is visible is so to everybody (more than two
-ranks on hardware without that property are not modelled).
+A rank's operations may be carried out in any order that its fences, its flags and sameness of address leave open. A
+store that was carried out lies in the rank's store buffer until it becomes visible, at any later moment and in any
+order that the same rules leave open. A rank sees its own buffer. A store that is visible is so to everybody (more than
+two ranks on hardware without that property are not modelled).
 
 What a fence orders is worked out once, before anything runs (`Rank`); `explore` then goes through all interleavings.
 """
@@ -97,7 +97,7 @@ class Rank:
                 self.add(op, fences)
 
     def add(self, op: Any, fences: list[tuple[int, str]]) -> None:
-        i, done, visible, drained = len(self.ops), 0, 0, 0
+        done = visible = drained = 0
         for j, earlier in enumerate(self.ops):
             between = {what for at, what in fences if j < at}
             bit = 1 << j

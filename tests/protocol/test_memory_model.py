@@ -29,7 +29,8 @@ PROTOCOLS = {
     "host, without a rank": (host.without_a_rank, [None], False, host.WITHOUT_A_RANK),
     "host, bell": (host.bell, [None], False, host.BELL),
     "GPU, high throughput": (gpu.high_throughput, ["dcdcd", "ddddd", "ccccc"], True, gpu.HIGH_THROUGHPUT),
-    "GPU, low latency": (gpu.low_latency, [ONE_BY_ONE, TWO_IN_FLIGHT, IN_ONE_KERNEL, MIXED, RECEIVED_THEN_SENT], True, gpu.LOW_LATENCY),
+    "GPU, low latency": (gpu.low_latency, [ONE_BY_ONE, TWO_IN_FLIGHT, IN_ONE_KERNEL, MIXED, RECEIVED_THEN_SENT], True,
+                         gpu.LOW_LATENCY),
     "GPU, text of a refusal": (gpu.text, [None], True, gpu.TEXT),
 }  # fmt: skip
 
