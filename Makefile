@@ -116,9 +116,9 @@ sanitize: $(VENV)/.built ## the C code under ASan and UBSan in the tests on 1 an
 PAIRS ?= 100000
 SOAK_SECONDS ?= 1800
 
-soak: $(VENV)/.built ## PAIRS dispatch and combine pairs, high throughput and low latency, on NP ranks under random delays, every row compared
+soak: $(VENV)/.built ## PAIRS pairs of both modes at random shapes on NP ranks, with delays and faults, every row compared; SOAK_SECONDS at most
 	$(VENV)/bin/pip install -q --disable-pip-version-check tqdm
-	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py tests/soak.py --pairs $(PAIRS) --seconds $(SOAK_SECONDS) $(ARGS)
+	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py tests/soak.py --pairs $(PAIRS) --shapes 200 --seconds $(SOAK_SECONDS) $(ARGS)
 
 bench: $(VENV)/.built ## both modes of the host backend on NP ranks, high throughput against MPI.Alltoallv
 	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py -m epcy.bench dispatch combine roundtrip --baseline --backend host $(ARGS)
