@@ -144,7 +144,7 @@ def _check(option: Option, value: Any, source: str) -> Any:
         if isinstance(value, (bool, str, bytes)):
             raise TypeError
         number = value.__index__() if kind is int else float(value)
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         raise wrong(noun) from None
     if not number == number:
         raise wrong(noun)

@@ -142,6 +142,8 @@ def read_all(given: str | None = None) -> list[Status]:
             if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
                 path.unlink()
                 continue
+            if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would be waited for
+                continue
             status = parse(path.read_bytes())
             if status is not None:
                 found.append(status)
