@@ -6,11 +6,11 @@ import json
 import math
 import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from epcy.errors import ArgumentError
+from epcy.private_file import write_text
 
 __all__ = ["device_name", "folder", "get", "key_of", "put"]
 
@@ -120,10 +120,7 @@ def put(kind: str, key: str, entry: dict[str, Any]) -> Path:
     text = json.dumps({"version": VERSION, "entries": entries}, indent=1) + "\n"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(part, path)
+        write_text(path, text)
     except OSError as error:
         raise ArgumentError(
             f"EPCY_CACHE_DIR: {os.fspath(path.parent)!r} cannot be written to ({error}); set it to another folder"
