@@ -163,7 +163,8 @@ def left_out(epoch: int, operation: str, ranks: Sequence[int]) -> PeerError:
     """Return the error of a rank that others go on without."""
     return PeerError(
         f"{operation} (call {epoch}): ranks {list(ranks)} have masked this one by now and go on without it; what comes "
-        "from them and goes to them may be missing (handle.missing_ranks). They may call unmask_rank, and all ranks reset()",
+        "from them and goes to them may be missing (handle.missing_ranks). They may call unmask_rank, and all ranks "
+        "reset()",
         ranks,
     )
 
