@@ -88,8 +88,8 @@ demo: $(VENV)/.built ## train a mixture-of-experts language model on 4 ranks (se
 
 test: test-unit $(RANKS:%=test-%) ## every test: unit tests once, the MPI tests on 1, 2, 3, 4 and 8 ranks (sets up .venv first)
 
-test-unit: $(VENV)/.built ## the tests of one process: the build, a third-party .pyx, the CUDA kernels on an emulated machine
-	$(PY) $(PYTEST) tests/unit tests/cython tests/emulator $(ARGS)
+test-unit: $(VENV)/.built ## the tests of one process: the build, a third-party .pyx, the protocols on weak memory, the kernels on an emulated machine
+	$(PY) $(PYTEST) tests/unit tests/cython tests/protocol tests/emulator $(ARGS)
 
 test-%: $(VENV)/.built ## the MPI and property tests on % ranks: make test-3
 	@case '$*' in *[!0-9]*) echo "make: no verb test-$*" >&2; exit 2;; esac
@@ -116,9 +116,9 @@ sanitize: $(VENV)/.built ## the C code under ASan and UBSan in the tests on 1 an
 PAIRS ?= 100000
 SOAK_SECONDS ?= 1800
 
-soak: $(VENV)/.built ## PAIRS dispatch and combine pairs, high throughput and low latency, on NP ranks under random delays, every row compared
+soak: $(VENV)/.built ## PAIRS pairs of both modes at random shapes on NP ranks, with delays and faults, every row compared; SOAK_SECONDS at most
 	$(VENV)/bin/pip install -q --disable-pip-version-check tqdm
-	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py tests/soak.py --pairs $(PAIRS) --seconds $(SOAK_SECONDS) $(ARGS)
+	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py tests/soak.py --pairs $(PAIRS) --shapes 200 --seconds $(SOAK_SECONDS) $(ARGS)
 
 bench: $(VENV)/.built ## both modes of the host backend on NP ranks, high throughput against MPI.Alltoallv
 	$(MPIEXEC) -n $(NP) $(PY) -m mpi4py -m epcy.bench dispatch combine roundtrip --baseline --backend host $(ARGS)

@@ -188,7 +188,7 @@ def _build_record() -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
         return record if isinstance(record, dict) else {"error": f"{path.name} is no record"}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {"error": "the extension modules were not built here"}
 
 

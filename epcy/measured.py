@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from epcy.errors import ArgumentError
+from epcy.private_file import write_text
 
 __all__ = ["device_name", "folder", "get", "key_of", "put"]
 
@@ -55,7 +56,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: brackets in brackets
         raise ArgumentError(
             f"EPCY_CACHE_DIR: {os.fspath(path)!r} cannot be read as JSON ({error}); {remedy}"
         ) from None
@@ -73,19 +74,30 @@ def _read(path: Path) -> dict[str, Any]:
     return entries
 
 
+def _finite(value: Any) -> bool:
+    try:
+        return not isinstance(value, (int, float)) or math.isfinite(value)
+    except OverflowError:  # a whole number that no float is near
+        return False
+
+
 def get(kind: str, key: str, expected: dict[str, type]) -> dict[str, Any] | None:
     """Find an entry of `kind`.json, or None. Local.
 
     Raises
     ------
     ArgumentError
-        The file is not what `put` writes, or the entry lacks a value of the `expected` names and types.
+        The file is not what `put` writes, or the entry lacks a finite value of one of the `expected` names and types.
     """
     path = folder() / f"{kind}.json"
     entry: dict[str, Any] | None = _read(path).get(key)
     for name, of in expected.items() if entry is not None else ():
         value = entry.get(name) if entry is not None else None
-        if isinstance(value, bool) or not isinstance(value, (int, float) if of is float else of):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float) if of is float else of)
+            or not _finite(value)
+        ):
             raise ArgumentError(
                 f"EPCY_CACHE_DIR: {os.fspath(path)!r}, entry {key!r}: expected {name} to be {of.__name__}, "
                 f"got {value!r}; "
@@ -95,7 +107,7 @@ def get(kind: str, key: str, expected: dict[str, type]) -> dict[str, Any] | None
 
 
 def put(kind: str, key: str, entry: dict[str, Any]) -> Path:
-    """Keep an entry; the file is replaced whole. Local.
+    """Keep an entry; the file, which only its user may read (0600), is replaced whole. Local.
 
     Raises
     ------
@@ -105,13 +117,10 @@ def put(kind: str, key: str, entry: dict[str, Any]) -> Path:
     path = folder() / f"{kind}.json"
     entries = _read(path)
     entries[key] = entry
+    text = json.dumps({"version": VERSION, "entries": entries}, indent=1) + "\n"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"version": VERSION, "entries": entries}, file, indent=1)
-            file.write("\n")
-        os.replace(part, path)
+        write_text(path, text)
     except OSError as error:
         raise ArgumentError(
             f"EPCY_CACHE_DIR: {os.fspath(path.parent)!r} cannot be written to ({error}); set it to another folder"

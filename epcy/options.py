@@ -90,7 +90,7 @@ OPTIONS: tuple[Option, ...] = (
            "`epcy.metrics` and `python -m epcy top`. It costs 0.3 us a call at most.", default=True, env="EPCY_STATS",
            compared=False),
     Option("status_dir", "str", "The private folder of the status pages that `python -m epcy` reads. By default "
-           "epcy-UID under $XDG_RUNTIME_DIR or the temporary folder; empty: no status page.",
+           "epcy-UID in $XDG_RUNTIME_DIR, else one in the temporary folder that ends at random; empty: no status page.",
            env="EPCY_STATUS_DIR", compared=False),
 )  # fmt: skip
 
@@ -144,7 +144,7 @@ def _check(option: Option, value: Any, source: str) -> Any:
         if isinstance(value, (bool, str, bytes)):
             raise TypeError
         number = value.__index__() if kind is int else float(value)
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         raise wrong(noun) from None
     if not number == number:
         raise wrong(noun)

@@ -77,24 +77,62 @@ class Status:
 def folder(given: str | None = None) -> Path:
     """Return the private folder of status pages, made with mode 0700 if it is not there.
 
+    Without one given: epcy-UID in $XDG_RUNTIME_DIR, which is the user's alone; else one in the temporary folder, which
+    everybody shares, so its name ends at random: nobody else can be there first.
+
     Raises
     ------
     ArgumentError
         The folder is another user's, or others may write to it.
     """
-    path = Path(
-        given
-        or os.path.join(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), f"epcy-{os.getuid()}")
-    )
+    path = Path(given) if given else _in_runtime_folder()
+    if path is None:
+        found = _in_temporary_folder()
+        return found[0] if found else Path(tempfile.mkdtemp(prefix=_prefix()))
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
     info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o022:
+    if not _is_private(info):
         raise ArgumentError(
             f"status_dir: expected a folder of this user that nobody else may write to, got {os.fspath(path)!r} "
             f"(owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o}); set EPCY_STATUS_DIR, or to '' for none"
         )
     return path
+
+
+def _is_private(info: os.stat_result) -> bool:
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o022
+
+
+def _prefix() -> str:
+    return f"epcy-{os.getuid()}-"
+
+
+def _in_runtime_folder() -> Path | None:
+    """The folder in $XDG_RUNTIME_DIR; None where that is not set, or is not there: batch systems hand it on."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if not runtime or not os.path.isdir(runtime) or not os.access(runtime, os.W_OK | os.X_OK):
+        return None
+    return Path(runtime) / f"epcy-{os.getuid()}"
+
+
+def _in_temporary_folder() -> list[Path]:
+    """This user's folders there: ranks that start together may each make one."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if entry.name.startswith(_prefix()):
+                with contextlib.suppress(OSError):
+                    if _is_private(entry.stat(follow_symlinks=False)):
+                        found.append(Path(entry.path))
+    return sorted(found)
+
+
+def _folders(given: str | None) -> list[Path]:
+    """Where pages may lie."""
+    if given or _in_runtime_folder() is not None:
+        return [folder(given)]
+    return _in_temporary_folder()
 
 
 def open_page(directory: Path, rank: int, num_bytes: int = PAGE_BYTES) -> tuple[mmap.mmap, Path]:
@@ -135,12 +173,13 @@ def _gauges(data: bytes) -> Gauges | None:
 def read_all(given: str | None = None) -> list[Status]:
     """Read the pages of this user's live ranks on this machine; pages of ended processes are removed."""
     found = []
-    directory = folder(given)
-    for path in sorted(directory.iterdir()):
+    for path in [path for directory in _folders(given) for path in sorted(directory.iterdir())]:
         with contextlib.suppress(OSError):
             pid = path.name.partition("-")[0]
             if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
                 path.unlink()
+                continue
+            if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would be waited for
                 continue
             status = parse(path.read_bytes())
             if status is not None:

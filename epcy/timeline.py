@@ -14,6 +14,7 @@ from epcy import ranges
 from epcy.backends.meter import Meter, keep_meters, leave_meters
 from epcy.clocks import Aligned, ClockOffset, compare
 from epcy.errors import ArgumentError, StateError
+from epcy.private_file import write_text
 from epcy.status import OPERATIONS
 
 if TYPE_CHECKING:
@@ -241,9 +242,5 @@ def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write a trace whole or not at all. Local."""
-    part = path.with_name(f"{path.name}.part{os.getpid()}")
-    with open(part, "w", encoding="utf-8") as file:
-        json.dump(content, file, separators=(",", ":"))
-        file.write("\n")
-    part.replace(path)
+    """Write a trace whole or not at all; only its user may read it. Local."""
+    write_text(path, json.dumps(content, separators=(",", ":")) + "\n")

@@ -70,6 +70,8 @@ def _less(now: Gauges, before: Gauges | None) -> Gauges:
     """What was counted since an earlier look."""
     if before is None or before.num_calls > now.num_calls:
         return now
+    if len(before.tokens_per_expert) != len(now.tokens_per_expert):  # another Buffer's page
+        return now
     experts = zip(now.tokens_per_expert, before.tokens_per_expert, strict=True)
     return Gauges(
         now.first_expert,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from epcy import measured
 from epcy.calibrate import time_calls
+from epcy.errors import ArgumentError
+from epcy.options import BY_NAME
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,12 +30,21 @@ def lookup(backend: str, num_ranks: int, values: dict[str, Any]) -> int | None:
     Raises
     ------
     ArgumentError
-        The file is not what `tune` writes.
+        The file is not what `tune` writes, or says what num_sms cannot be.
     """
     if not (measured.folder() / "tuning.json").exists():
         return None
-    entry = measured.get("tuning", key_of(backend, num_ranks, values), {"num_sms": int})
-    return None if entry is None else int(entry["num_sms"])
+    key = key_of(backend, num_ranks, values)
+    entry = measured.get("tuning", key, {"num_sms": int})
+    if entry is None:
+        return None
+    num_sms, limits = int(entry["num_sms"]), BY_NAME["num_sms"]
+    if not limits.minimum <= num_sms <= limits.maximum:  # type: ignore[operator]
+        raise ArgumentError(
+            f"EPCY_CACHE_DIR: {os.fspath(measured.folder() / 'tuning.json')!r}, entry {key!r}: expected num_sms of "
+            f"{limits.minimum} to {limits.maximum}, got {num_sms}; remove the file, or measure again"
+        )
+    return num_sms
 
 
 def candidates(backend: str, cores_a_rank: int) -> list[int]:

@@ -1,31 +1,34 @@
-"""Many dispatch and combine pairs in a row, fresh routing, random delays, every row compared with the reference.
+"""Many dispatch and combine pairs in a row, of random shapes, under random delays and with faults, every row compared
+with the reference.
 
-Every second pair is one of low latency, by turns with hooks. At the end memory, file descriptors and shared-memory
-segments must be what they were after the first tenth.
+Every second pair is one of low latency, by turns with hooks. A shape has a Buffer of its own, with routings of its own.
+Memory, file descriptors and shared-memory segments must be at the end what they were after the first fifth.
 
-mpiexec -n N python -m mpi4py tests/soak.py --pairs 10000 --backend host
+mpiexec -n N python -m mpi4py tests/soak.py --pairs 10000 --backend host --json soak.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 from tqdm import tqdm
 
-import epcy
-from epcy import reference
+from epcy.bench.environment import describe
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from mpi.cases import Sent, draw, draw_rows, mine, to_device, to_host  # noqa: E402
+from soak_pairs import FAULTS, Case, Shape, low_latency_pair, one_of, pair, survive  # noqa: E402
 
-SETS = 64  # drawn beforehand with their reference: drawing takes longer than moving
+SETS = 12  # of a shape, drawn beforehand with their reference: drawing takes longer than moving
 
 
 def parse() -> argparse.Namespace:
@@ -33,160 +36,126 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, default=10_000)
+    parser.add_argument("--shapes", type=int, default=50, help="how many, one after the other")
     parser.add_argument("--backend", choices=("host", "nvshmem"), default="host")
     parser.add_argument("--tokens", type=int, default=24, help="most tokens of a rank in one call")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--topk", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=1024, help="most elements of a row")
+    parser.add_argument("--topk", type=int, default=6, help="most lanes of a token")
     parser.add_argument(
         "--delay-us", type=float, default=300.0, help="most that a rank is delayed, every 4th call"
     )
+    parser.add_argument(
+        "--fault-every", type=int, default=250, help="pairs from one fault to the next; 0: none"
+    )
     parser.add_argument("--seconds", type=float, default=600.0, help="stop after this time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the figures there")
     return parser.parse_args()
 
 
-class Case:
-    """What all ranks send in one pair, and what this rank shall get."""
-
-    def __init__(self, seed: int, args: argparse.Namespace, comm: MPI.Intracomm) -> None:
-        rng = np.random.default_rng([args.seed, seed])
-        num_experts = 4 * comm.size
-        tokens = [int(t) for t in rng.integers(0, args.tokens + 1, comm.size)]
-        sent = draw(int(rng.integers(1 << 40)), comm.size, tokens, num_experts=num_experts, num_topk=args.topk,
-                    hidden=args.hidden)  # fmt: skip
-        self.layout = ("rank", "expert")[seed % 2]
-        options = {"layout": "expert", "expert_alignment": 4} if self.layout == "expert" else {}
-        received, routing = reference.dispatch(
-            sent.xs, sent.idxs, sent.weights, num_experts=num_experts, **options
-        )
-        again = [draw_rows(rng, t, args.hidden, "bfloat16") for t in tokens]
-        cached, _ = reference.dispatch(again, sent.idxs, sent.weights, num_experts=num_experts, **options)
-        self.num_experts, self.options = num_experts, options
-        self.sent, self.again = sent, Sent(again, sent.idxs, sent.weights)
-        self.received, self.cached = received[comm.rank], cached[comm.rank]
-        weights = sent.weights if self.layout == "expert" else None
-        ys = [r.recv_x for r in received]
-        self.combined = reference.combine(ys, routing, weights)[comm.rank][0]
-        self.use_fp8 = seed % 4 > 1 and args.hidden % 128 == 0
-        slots, routing = reference.low_latency_dispatch(
-            sent.xs,
-            sent.idxs,
-            num_experts=num_experts,
-            num_max_tokens_per_rank=args.tokens,
-            use_fp8=self.use_fp8,
-        )
-        rows = (4, comm.size * args.tokens, args.hidden)
-        self.ys = [
-            np.broadcast_to(draw_rows(rng, 1, args.hidden, "bfloat16"), rows) for _ in range(comm.size)
-        ]
-        self.slots = slots[comm.rank]
-        self.low_latency_combined = reference.low_latency_combine(self.ys, routing, sent.weights)[comm.rank]
-
-
-def num_wrong(got: object, want: np.ndarray) -> int:
-    """Count the rows that differ in any bit."""
-    rows, want = to_host(got), np.asarray(want)
-    if rows.shape != want.shape:
-        return max(len(rows), len(want))
-    return int((rows.view(np.uint8) != want.view(np.uint8)).any(axis=tuple(range(1, want.ndim))).sum())
-
-
-def low_latency_pair(
-    buf: epcy.Buffer, case: Case, given: tuple, hook: bool, hesitate: Callable[[], None]
-) -> int:
-    """Make one low-latency pair; return the number of wrong rows."""
-    x, idx, weights = given
-    recv, count, handle, _, receive = buf.low_latency_dispatch(
-        x, idx, weights, use_fp8=case.use_fp8, return_recv_hook=hook
-    )
-    if receive is not None:
-        hesitate()
-        receive()
-    want = case.slots
-    wrong = int(to_host(count).tolist() != want.recv_count.tolist())
-    parts = recv if isinstance(recv, tuple) else (recv,)
-    wanted = want.recv_x if isinstance(want.recv_x, tuple) else (want.recv_x,)
-    for got, rows in zip(parts, wanted, strict=True):
-        for expert, n in enumerate(want.recv_count):
-            wrong += num_wrong(got[expert, :n], rows[expert, :n])
-    hesitate()
-    y = buf.low_latency_combine_input(handle)
-    y[...] = to_device(buf, case.ys[buf.rank])
-    z, _, receive = buf.low_latency_combine(y, None, None, handle, zero_copy=True, return_recv_hook=hook)
-    if receive is not None:
-        hesitate()
-        receive()
-    return wrong + num_wrong(z, case.low_latency_combined)
-
-
 def footprint() -> dict[str, int]:
-    """What must stay flat: MiB resident, open files, mapped shared segments, entries of /dev/shm."""
+    """What must stay flat: MiB resident, open files, mapped shared segments."""
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * resource.getpagesize() >> 20
     with open("/proc/self/maps") as file:
         segments = sum("/dev/shm" in line for line in file)
-    return {"MiB": resident, "files": len(os.listdir("/proc/self/fd")), "segments": segments,
-            "/dev/shm": len(os.listdir("/dev/shm"))}  # fmt: skip
+    return {"MiB": resident, "files": len(os.listdir("/proc/self/fd")), "segments": segments}
+
+
+class Run:
+    """All shapes, one after the other."""
+
+    def __init__(self, args: argparse.Namespace, comm: MPI.Intracomm) -> None:
+        self.args, self.comm = args, comm
+        self.order = np.random.default_rng(args.seed)  # the same on all ranks
+        delays = np.random.default_rng([args.seed, comm.rank, 1])  # differ
+        self.hesitate = one_of(delays, args.delay_us)
+        self.pairs = self.wrong = self.shapes = 0
+        self.faults: Counter[str] = Counter()
+        self.start = time.monotonic()
+        self.footprints: list[dict[str, int]] = []
+        self.progress = tqdm(total=args.pairs, disable=comm.rank != 0, mininterval=2)
+
+    def over(self) -> bool:
+        late = time.monotonic() - self.start > self.args.seconds
+        return bool(self.comm.allreduce(late or self.wrong > 0, MPI.LOR))
+
+    def shape(self, number: int, num_pairs: int) -> bool:
+        """Make `num_pairs` pairs of one shape; False: this is the end."""
+        args, comm = self.args, self.comm
+        shape = Shape.draw(self.order, args.tokens, args.hidden, args.topk)
+        with shape.buffer(comm, args.backend) as buf:
+            if buf.xp is not np:
+                buf.xp.cuda.Device(buf.options["device"]).use()
+            cases = [
+                Case([args.seed, number, one], shape, comm.size, comm.rank).put(buf) for one in range(SETS)
+            ]
+            for turn in range(1, num_pairs + 1):
+                case = cases[int(self.order.integers(SETS))]
+                self.pairs += 1
+                if turn % 2:
+                    self.wrong += low_latency_pair(buf, case, turn % 4 == 1, self.hesitate)
+                else:
+                    self.wrong += pair(buf, case, turn % 4 == 2, self.hesitate)
+                if args.fault_every and comm.size > 1 and self.pairs % args.fault_every == 0:
+                    kind = FAULTS[sum(self.faults.values()) % len(FAULTS)]
+                    survive(buf, kind, int(self.order.integers(comm.size)))
+                    self.faults[kind] += 1
+                self.progress.update()
+                if turn % 64 == 0 and self.over():
+                    return False
+            buf.check()
+        self.shapes += 1
+        return not self.over()
+
+    def all_shapes(self) -> None:
+        shapes = max(1, min(self.args.shapes, self.args.pairs))
+        for number in range(shapes):
+            num_pairs = self.args.pairs * (number + 1) // shapes - self.args.pairs * number // shapes
+            if not self.shape(number, num_pairs):
+                return
+            self.footprints.append(footprint())
+
+    def grown(self) -> list[str]:
+        """What is larger at the end than in the first fifth, on any rank."""
+        early, late = self.footprints[: max(1, len(self.footprints) // 5)], self.footprints[-1:]
+        found = [f"{name} {max(one[name] for one in early)} -> {now}" for last in late for name, now in last.items()
+                 if now > max(one[name] for one in early) + (16 if name == "MiB" else 0)]  # fmt: skip
+        return [
+            f"rank {rank}: {', '.join(one)}" for rank, one in enumerate(self.comm.allgather(found)) if one
+        ]
+
+    def figures(self, grown: list[str], wrong: int) -> dict[str, Any]:
+        env = describe([], self.comm.size)
+        words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
+        env["command"] = " ".join([f"mpiexec -n {self.comm.size} python -m mpi4py tests/soak.py", *words])
+        first, last = self.footprints[0], self.footprints[-1]
+        return {
+            "schema": 1, "what": "soak", "env": env, "backend": self.args.backend, "ranks": self.comm.size,
+            "pairs": self.pairs, "shapes": self.shapes, "wrong": wrong, "faults_survived": dict(self.faults),
+            "seconds": round(time.monotonic() - self.start, 1), "grown": grown,
+            "rank_0": {name: [first[name], last[name]] for name in first},
+        }  # fmt: skip
 
 
 def main() -> int:
     args, comm = parse(), MPI.COMM_WORLD
-    rng = np.random.default_rng([args.seed, comm.rank, 1])  # delays differ between ranks
-    sizes = {"num_max_tokens_per_rank": args.tokens, "hidden": args.hidden, "num_experts": 4 * comm.size,
-             "num_topk": args.topk}  # fmt: skip
-    cases = [Case(seed, args, comm) for seed in range(SETS)]
-    wrong = pairs = 0
-    early = {}
-    low_latency = {"low_latency_mode": True, "num_max_low_latency_tokens_per_rank": args.tokens}
-    with epcy.Buffer(comm, backend=args.backend, timeout=30, **low_latency, **sizes) as buf:
-        if buf.xp is not np:
-            buf.xp.cuda.Device(buf.options["device"]).use()
-        order = np.random.default_rng(args.seed)
-        given = [(mine(buf, c.sent), to_device(buf, c.again.xs[comm.rank])) for c in cases]
-        start = time.monotonic()
-        for pairs in tqdm(range(1, args.pairs + 1), disable=comm.rank != 0, mininterval=2):
-            case_number = int(order.integers(SETS))
-            case, ((x, idx, weights), other) = cases[case_number], given[case_number]
-
-            def hesitate() -> None:
-                if rng.random() < 0.25:
-                    time.sleep(rng.random() * args.delay_us * 1e-6)
-
-            if pairs % 2:
-                wrong += low_latency_pair(buf, case, (x, idx, weights), pairs % 4 == 1, hesitate)
-                continue
-            hesitate()
-            r = buf.dispatch(x, idx, weights, **case.options)
-            wrong += num_wrong(r.recv_x, case.received.recv_x)
-            wrong += num_wrong(r.recv_topk_idx, case.received.recv_topk_idx)
-            hesitate()
-            z = buf.combine(r.recv_x, r.handle, weights if case.layout == "expert" else None)
-            if pairs % 4 == 2:
-                hesitate()
-                again = buf.dispatch(other, handle=r.handle)
-                wrong += num_wrong(again.recv_x, case.cached.recv_x)
-            wrong += num_wrong(z.combined_x, case.combined)
-            if not early and pairs >= args.pairs // 10:
-                early = footprint()
-            if pairs % 64 == 0:
-                late = comm.allreduce(time.monotonic() - start > args.seconds, MPI.LOR)
-                if wrong or late:
-                    break
-        buf.check()
-        late_footprint = footprint()
-    taken, most = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # /dev/shm may hold other jobs' segments; of this one it has none on Linux, where MPI unlinks them at once.
-    grown = [f"{name} {early[name]} -> {now}" for name, now in late_footprint.items()
-             if early and name != "/dev/shm" and now > early[name] + (16 if name == "MiB" else 0)]  # fmt: skip
-    grown = [f"rank {rank}: {', '.join(one)}" for rank, one in enumerate(comm.allgather(grown)) if one]
-    total = comm.reduce(wrong)
-    if comm.rank == 0:
-        what = f"{pairs} pairs on {comm.size} ranks, backend {args.backend}, {taken:.0f} s"
+    run = Run(args, comm)
+    run.all_shapes()
+    run.progress.close()
+    total = comm.allreduce(run.wrong)
+    grown = run.grown()
+    if comm.rank == 0 and run.footprints:
+        figures = run.figures(grown, total)
+        if args.json is not None:
+            args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        said = ", ".join(f"{name} {a} -> {b}" for name, (a, b) in figures["rank_0"].items())
         sys.stdout.write(
-            f"{what}: {total} wrong rows, peak memory {most >> 10} MiB, {late_footprint['files']} "
-            f"open files, {late_footprint['segments']} shared mappings; grown: {'; '.join(grown) or 'nothing'}\n"
+            f"{run.pairs} pairs of {run.shapes} shapes on {comm.size} ranks, backend {args.backend}, "
+            f"{figures['seconds']:.0f} s: {total} wrong rows, {sum(run.faults.values())} faults survived; "
+            f"rank 0: {said}; grown: {'; '.join(grown) or 'nothing'}\n"
         )
-    return int(bool(comm.bcast(total) or grown))
+    return int(bool(total or grown))
 
 
 if __name__ == "__main__":

@@ -162,8 +162,9 @@ def nonsense(epoch: int, rank: int) -> PeerError:
 def left_out(epoch: int, operation: str, ranks: Sequence[int]) -> PeerError:
     """Return the error of a rank that others go on without."""
     return PeerError(
-        f"{operation} (call {epoch}): ranks {list(ranks)} have masked this one and go on without it; nothing came from "
-        "them, and they take nothing. They may call unmask_rank, and all ranks reset()",
+        f"{operation} (call {epoch}): ranks {list(ranks)} have masked this one by now and go on without it; what comes "
+        "from them and goes to them may be missing (handle.missing_ranks). They may call unmask_rank, and all ranks "
+        "reset()",
         ranks,
     )
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mpi4py import MPI
@@ -84,6 +85,7 @@ def make_buffer(comm: MPI.Intracomm, given: Arguments, shape: Shape) -> epcy.Buf
         backend="host",
         num_sms=given.num_sms,
         num_max_recv_tokens=num_max_recv_tokens,
+        check=given.inspect,
         preinitialize=True,
     )
 
@@ -143,6 +145,9 @@ def run_on_host(
                 rows.append(first_call.measure(comm, given, "host", num_tokens))
             else:
                 rows.append(measure_line(comm, given, case, num_tokens, memcpy_gbps))
+                if given.check_cost:
+                    again = replace(given, inspect=True, baseline=())
+                    rows[-1] = rows[-1].with_check(measure_line(comm, again, case, num_tokens, memcpy_gbps))
             say(table.line(rows[-1]) + table.notes(rows[-1]))
     if comm.rank == 0:
         if given.json is not None:

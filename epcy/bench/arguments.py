@@ -56,6 +56,8 @@ class Arguments:
     routing: str = "random"
     baseline: tuple[str, ...] = ()  # "default": the backend's first
     check: bool = True
+    check_cost: bool = False
+    inspect: bool | None = None  # the Buffer's option `check`; None: as the environment says
     seed: int = 0
     json: str | None = None
     plot: str | None = None
@@ -88,6 +90,10 @@ def parse(argv: Sequence[str], num_ranks: int) -> Arguments:
     if values["max_tokens"] is None:
         values["max_tokens"] = max(values["min_tokens"], Arguments.max_tokens)
     values["round_scale"] |= values["use_ue8m0"]
+    if values["check_cost"]:
+        values["inspect"] = False
+        if values["mode"] == "ll":  # areas that are given out are poisoned: what lies there would not last
+            values["combine_from"] = "array"
     given = Arguments(**values)
     _refuse_misfits(parser, given, num_ranks)
     return given
@@ -222,6 +228,11 @@ def _make_parser() -> argparse.ArgumentParser:
         "commas; without a name the first of the backend",
     )
     add("--no-check", dest="check", action="store_false", help="leave #wrong out")
+    add(
+        "--check-cost",
+        action="store_true",
+        help="time each line again with the Buffer's option check (EPCY_CHECK=1)",
+    )
     add("--seed", type=_natural, default=default.seed, help="of tokens and routings (%(default)s)")
     add("--json", metavar="FILE", help="write every line and the environment")
     add("--plot", metavar="FILE", help="draw median times (matplotlib)")
@@ -257,6 +268,8 @@ def _refuse_misfits(parser: argparse.ArgumentParser, given: Arguments, num_ranks
         parser.error(
             "argument --expert-alignment: rows of the rank layout are not padded; give --layout expert"
         )
+    if given.check_cost and given.suite is not None:
+        parser.error("argument --check-cost: a suite's lines are timed as they stand; leave --suite out")
     _refuse_low_latency_misfits(parser, given)
     for option, name in (("--json", given.json), ("--plot", given.plot)):
         if name is not None and not Path(name).absolute().parent.is_dir():

@@ -6,13 +6,14 @@ import contextlib
 import gc
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mpi4py import MPI
 
 import epcy
 from epcy.bench import device_table, environment, links, nccl, table
-from epcy.bench.arguments import Arguments
+from epcy.bench.arguments import CASES, Arguments
 from epcy.bench.lines import Bench
 
 
@@ -45,6 +46,9 @@ def run(
                     continue
                 try:
                     rows.append(bench.measure(one, case, num_tokens))
+                    if one.check_cost and case in CASES:
+                        again = replace(one, inspect=True, baseline=())
+                        rows[-1] = rows[-1].with_check(bench.measure(again, case, num_tokens))
                 except NotImplementedError as error:  # on all ranks alike
                     if given.suite is None or one.mode != "ll" or any(row.mode == "ll" for row in rows):
                         raise

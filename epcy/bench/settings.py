@@ -73,6 +73,8 @@ def buffer_options(given: Arguments, shape: Shape, num_ranks: int) -> dict[str, 
         "num_sms": given.num_sms,
         "num_max_recv_tokens": max(num_ranks * shape.num_tokens, 1),
     }
+    if given.inspect is not None:
+        options["check"] = given.inspect
     if given.mode == "ll":
         return options | {"low_latency_mode": True, "num_max_low_latency_tokens_per_rank": shape.num_tokens}
     if given.layout == "expert":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from epcy.bench.measure import Bytes, Times
@@ -72,7 +72,13 @@ class Row:
     warmed_us: float | None = None
     preinitialized_us: float | None = None
     warmup_us: float | None = None
+    check_us_p50: float | None = None  # with the Buffer's option check
     baselines: tuple[dict[str, Any], ...] = ()
+
+    def with_check(self, checked: Row) -> Row:
+        """Return this line with the time of the same calls under the option check; rows wrong there count here."""
+        wrong = None if self.wrong is None else self.wrong + (checked.wrong or 0)
+        return replace(self, wrong=wrong, check_us_p50=checked.us_p50)
 
     def as_json(self) -> dict[str, Any]:
         """Return what the JSON file holds: microseconds and GB/s to four digits, nothing hidden by more."""
@@ -161,6 +167,9 @@ def line(row: Row) -> str:
 
 def notes(row: Row) -> str:
     """Return what a row says beside its line: comment lines, or nothing."""
+    if row.check_us_p50 is not None:
+        times = f"{row.check_us_p50 / row.us_p50:.2f} times"
+        return f"#   with EPCY_CHECK=1: median {_short(row.check_us_p50)} us, {times} as long\n"
     if row.hidden_share is not None:
         return (
             f"#   us a call: in sequence {_short(row.us_sequence_p50)}, overlapped {_short(row.us_p50)}, communication "

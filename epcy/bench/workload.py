@@ -114,21 +114,22 @@ def draw_topk_idx(rng: np.random.Generator, shape: Shape, routing: str, rank: in
 def load_routing(path: Path, num_topk: int, num_experts: int) -> Array:
     """Read recorded expert ids; raise ValueError when they do not fit the sizes asked for."""
     try:
-        recorded = np.load(path)
+        recorded = np.load(path, mmap_mode="r", allow_pickle=False)  # what it claims to hold is not yet there
     except OSError as error:
         raise ValueError(
             f"--routing {path.name}: neither one of {', '.join(ROUTINGS)} nor a file that can be read "
             f"({error.strerror or error})"
         ) from None
-    except (ValueError, EOFError):
-        raise ValueError(f"--routing {path.name}: not a .npy file") from None
-    if (
-        not isinstance(recorded, np.ndarray)
-        or recorded.dtype.kind not in "iu"
-        or recorded.ndim not in (2, 3)
-        or 0 in recorded.shape
-    ):
-        raise ValueError(f"--routing {path.name}: expected integers of shape (T, K) or (R, T, K)")
+    except Exception as error:  # a broken header makes NumPy raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ValueError(f"--routing {path.name}: not a .npy file ({reason})") from None
+    if not isinstance(recorded, np.ndarray):
+        raise ValueError(f"--routing {path.name}: expected one array, got {type(recorded).__name__}")
+    if recorded.dtype.kind not in "iu" or recorded.ndim not in (2, 3) or 0 in recorded.shape:
+        raise ValueError(
+            f"--routing {path.name}: expected integers of shape (T, K) or (R, T, K), got {recorded.dtype} of shape "
+            f"{recorded.shape}"
+        )
     if recorded.shape[-1] != num_topk:
         raise ValueError(
             f"--routing {path.name}: the file has {recorded.shape[-1]} lanes a token, --topk is {num_topk}"

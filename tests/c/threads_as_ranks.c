@@ -143,7 +143,7 @@ static uint64_t send(rank *r, int kind, epcy_low_latency_header *header) {
 }
 
 static int low_latency(rank *r) {
-  int64_t idx[TOKENS * TOPK], counts[LOCAL];
+  int64_t idx[TOKENS * TOPK], counts[LOCAL], tokens[2 * num_ranks];
   float x[TOKENS * HIDDEN], out[TOKENS * HIDDEN];
   epcy_route routes[TOKENS * TOPK];
   uint8_t everybody[num_ranks];
@@ -162,7 +162,7 @@ static int low_latency(rank *r) {
   char *area = h->base[h->rank] + h->heap.low_latency_x[slot];
   epcy_low_latency_receive g = {.epoch = dispatched, .payload = area + layout.payload, .counts = counts,
                                 .row_bytes = HIDDEN * 4, .routes = routes, .num_tokens = TOKENS,
-                                .sources = everybody, .bases = bases, .before = before};
+                                .tokens = tokens, .sources = everybody, .bases = bases, .before = before};
   if (wait_all(r, EPCY_WORD_ARRIVED, dispatched)) return FAILED;
   if (epcy_host_low_latency_receive(h, &g) >= 0) r->wrong = "lists make no sense";
   epcy_host_store(h, EPCY_WORD_RECEIVED_DISPATCH, h->epoch);

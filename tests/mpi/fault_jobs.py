@@ -1,4 +1,5 @@
-"""Rank pairs of which one is killed, each pair at another phase: `fault_jobs.py OPERATION/PHASE...`, a pair each."""
+"""Rank pairs of which one is killed, each pair at another phase: `fault_jobs.py VICTIM
+OPERATION/PHASE...`, a pair each; VICTIM is its rank in the pair."""
 
 import os
 import sys
@@ -14,7 +15,7 @@ from mpi4py import MPI  # noqa: E402
 
 import epcy  # noqa: E402
 
-cell = sys.argv[1 + MPI.COMM_WORLD.rank // 2]
+victim, cell = sys.argv[1], sys.argv[2 + MPI.COMM_WORLD.rank // 2]
 operation, phase = cell.split("/")
 pair = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank // 2)
 start, told = time.monotonic(), None
@@ -24,7 +25,7 @@ def life():
     """Every operation, in a turn that makes every phase of it matter."""
     global start
     options = {"num_max_tokens_per_rank": 8, "hidden": 64, "num_topk": 1, "num_experts": 2, "backend": "host"}
-    faults = f"kill:rank=1,operation={operation},phase={phase}"
+    faults = f"kill:rank={victim},operation={operation},phase={phase}"
     limit = 2 if operation == "constructor" else 20
     buf = epcy.Buffer(pair, low_latency_mode=True, timeout=limit, faults=faults, **options)
     x, idx = np.full((4, 64), buf.rank, np.float16), np.array([[0], [1], [0], [1]], np.int64)

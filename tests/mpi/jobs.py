@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 from guard import guard
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 if sys.argv[1] in ("killed", "goes_on") and "EPCY_JOB" not in os.environ:
     guard()
 
@@ -20,6 +21,7 @@ if "not_initialized" in sys.argv:
 from mpi4py import MPI  # noqa: E402
 
 import epcy  # noqa: E402
+from mpi.cases import counting  # noqa: E402
 
 COMM = MPI.COMM_WORLD
 SIZES = {"num_max_tokens_per_rank": 8, "hidden": 64, "num_topk": 1, "backend": "host"}
@@ -105,6 +107,41 @@ def interrupted():
             say("told:", error)
     buf.reset()
     say("rows", len(dispatch(buf).recv_x))
+    buf.free()
+
+
+def to_the_second():
+    """C11 and C15 as they are written: the last rank comes 3 s late, once with timeout=1, once with timeout=10."""
+    buf, late = buffer(timeout=1), COMM.rank == COMM.size - 1
+    dispatch(buf)
+    COMM.Barrier()
+    start, error = time.monotonic(), None
+    if late:
+        time.sleep(3)
+    try:
+        dispatch(buf)
+    except epcy.PeerTimeoutError as caught:
+        error = caught
+    took = time.monotonic() - start
+    if not late:
+        say(f"late: {took:.2f} s: {error}")
+    COMM.Barrier()
+    buf.reset()
+    assert len(dispatch(buf).recv_x) == (0 if COMM.rank else 4 * COMM.size)
+    buf.free()
+    buf = buffer(timeout=10)
+    for turn in range(3):
+        if late:
+            time.sleep((3, 0.2, 2)[turn])
+        with counting() as counts:
+            start = time.monotonic()
+            rows = dispatch(buf).recv_x
+            took = time.monotonic() - start
+            counted = counts[0]
+        want = np.repeat(np.arange(COMM.size), 4)[:, None] if COMM.rank == 0 else np.zeros((0, 1))
+        assert np.array_equal(rows, np.broadcast_to(want, rows.shape)), rows
+        if not late:
+            say(f"waited: {took:.2f} s, counted {counted}")
     buf.free()
 
 

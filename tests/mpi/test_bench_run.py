@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+import epcy
 from epcy.bench import suites
 from epcy.bench.__main__ import LOW_LATENCY, main
 
@@ -113,3 +114,31 @@ def test_refusals_reach_every_rank_once(comm, capsys, small, options, text):
     assert main([*small, *options]) == 2
     err = capsys.readouterr().err
     assert (text in err) == (comm.rank == 0)
+
+
+@pytest.mark.parametrize("mode", [[], ["--mode", "ll"]], ids=["ht", "ll"])
+def test_cost_of_check(comm, same, tmp_path, small, mode, capfd):
+    """Each line again with the Buffer's option check: the same rows, a time of its own."""
+    path = same(str(tmp_path / "rows.json"))
+    assert main(["dispatch", "combine", *small, *mode, "--check-cost", "--json", path]) == 0
+    comm.Barrier()
+    with open(path, encoding="utf-8") as file:
+        rows = json.load(file)["rows"]
+    assert len(rows) == 4 and all(row["wrong"] == 0 and row["check_us_p50"] > 0 for row in rows)
+    if comm.rank == 0:
+        told = [line for line in capfd.readouterr().out.splitlines() if "with EPCY_CHECK=1: median" in line]
+        assert len(told) == 4
+    made = []
+    init = epcy.Buffer.__init__
+
+    def watch(self, *args, **options):
+        made.append(options.get("check"))
+        init(self, *args, **options)
+
+    class Watched(epcy.Buffer):
+        __init__ = watch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(epcy, "Buffer", Watched)
+        assert main(["combine", *small, *mode, "--check-cost"]) == 0
+    assert made == [False, True] * 2

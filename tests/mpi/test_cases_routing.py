@@ -97,7 +97,7 @@ def test_c12_one_rank_has_100_times_more(comm, make_buffer, layout):
     check_combine(buf, r.handle, routing, 12)
 
 
-@pytest.mark.parametrize("hidden", [8, 1536, 2880, 4608, 6400, 8192])
+@pytest.mark.parametrize("hidden", [8, 1536, 2880, 4608, 6400, 7168, 8192])
 def test_c13_hidden(comm, make_buffer, hidden):
     buf = make_buffer(hidden=hidden, num_max_tokens_per_rank=4)
     for layout in ("rank", "expert"):

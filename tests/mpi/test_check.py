@@ -40,14 +40,17 @@ def test_all_calls_work(comm, make_buffer):
 
 
 @pytest.mark.host_only("the test writes through NumPy's views")
-@pytest.mark.parametrize("region", ["receive area", "low-latency receive area", "combine area"])
+@pytest.mark.parametrize(
+    "region", ["receive area", "low-latency receive area", "combine area", "low-latency combine area"]
+)
 def test_a_write_past_the_end(comm, make_buffer, region):
     buf = make_buffer(check=True, low_latency_mode=True)
     x, idx = to_expert_0(buf, 2)
     r = buf.dispatch(x, idx)
     recv_x, _, handle, _, _ = buf.low_latency_dispatch(x, idx)
     arrays = {"receive area": r.recv_x, "low-latency receive area": recv_x[0],
-              "combine area": buf.combine_input(r.handle)}  # fmt: skip
+              "combine area": buf.combine_input(r.handle),
+              "low-latency combine area": buf.low_latency_combine_input(handle)}  # fmt: skip
     if comm.rank == comm.size - 1:
         # what a kernel of the user does that runs off the end: all the way to the next region
         memory = arrays[region]

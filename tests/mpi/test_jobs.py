@@ -67,6 +67,27 @@ def test_c15_interrupt(num_ranks, mode):
     assert told.count("rows") == num_ranks and f"rows {4 * num_ranks}" in told
 
 
+@MODES
+def test_c11_and_c15_to_the_second(mode):
+    done, told, _ = run("to_the_second", 2, mode=mode)
+    assert done.returncode == 0, told
+    seconds, text = re.search(r"late: ([\d.]+) s: (.*)", told).groups()
+    assert 1 <= float(seconds) < 2, told
+    for part in (
+        "dispatch (call 2)",
+        "on rank 0",
+        "timeout=1 s",
+        "waited for ranks [1] in phase arrival",
+        "rank 1 (pid",
+    ):
+        assert part in text, text
+    waits = [(float(s), int(n)) for s, n in re.findall(r"waited: ([\d.]+) s, counted (\d+)", told)]
+    assert len(waits) == 3 and waits[0][0] > 2.5 and waits[2][0] > 1.5, told
+    assert all(counted > 100 * waited for waited, counted in waits), (
+        told
+    )  # it runs every millisecond, at best
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_c10_never_freed(num_ranks):
     done, told, took = run("never_freed", num_ranks)

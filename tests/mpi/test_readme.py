@@ -1,9 +1,12 @@
-"""The programs of README.md run as they stand there."""
+"""The programs of README.md run as they stand there, and its error texts are those that come."""
 
+import difflib
 import re
 from pathlib import Path
 
 import pytest
+
+from parallel import ROOT, launch
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.S)
@@ -30,3 +33,20 @@ def test_use(comm, backend, monkeypatch):
 def test_decode(comm, backend, monkeypatch):
     monkeypatch.setenv("EPCY_BACKEND", backend)
     run(BLOCKS[1])
+
+
+def steady(text):
+    """Without what differs from run to run: process numbers and moments."""
+    return re.sub(r"\d+\.\d+ s\b", "SECONDS", re.sub(r"pid \d+", "pid PID", text)).strip().splitlines()
+
+
+def test_when_something_goes_wrong(comm, backend):
+    if comm.size > 1 or backend != "host":
+        pytest.skip("a job of its own, of the host backend: run with one rank")
+    section = README.read_text(encoding="utf-8").partition("## When something goes wrong")[2]
+    shown = steady(re.search(r"```text\n(.*?)```", section, flags=re.S)[1])
+    done = launch(
+        2, ["tests/mpi/provoked.py"], env={"PYTHONPATH": str(ROOT)}, options=("-disable-auto-cleanup",)
+    )
+    came = [line for line in steady(done.stdout) if not line.startswith("ended with")]
+    assert came == shown, "\n".join(difflib.unified_diff(shown, came, "README.md", "what came", lineterm=""))

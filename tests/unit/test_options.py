@@ -74,6 +74,7 @@ def test_kinds_that_fit():
         ("timeout", 0, ("a number", "at least 0.001")),
         ("timeout", float("nan"), ("a number", "nan")),
         ("timeout", float("inf"), ("at most", "inf")),
+        ("timeout", 10**400, ("a number", "1000000")),
         ("dtype", "float64", ("'bfloat16'", "'float32'", "'float64'")),
         ("dtype", float, ("'bfloat16'", "float")),
         ("backend", "cuda", ("'host'", "'nvshmem'", "'cuda'")),

@@ -34,6 +34,30 @@ def test_default_folder(tmp_path, monkeypatch):
     assert status.folder() == tmp_path / f"epcy-{os.getuid()}"
 
 
+@pytest.mark.parametrize("runtime", [None, "nowhere"])
+def test_default_folder_in_a_shared_place(tmp_path, monkeypatch, runtime):
+    """Its name is not to be known beforehand, and what somebody else put there is left alone."""
+    if runtime is None:
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    else:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / runtime))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    prefix = f"epcy-{os.getuid()}-"
+    (tmp_path / f"{prefix}aaaa").mkdir()
+    (tmp_path / f"{prefix}aaaa").chmod(0o777)
+    (tmp_path / f"{prefix}bbbb").symlink_to(tmp_path)
+    (tmp_path / f"{prefix}cccc").write_text("")
+    assert status.read_all() == [] and len(os.listdir(tmp_path)) == 3  # looking makes nothing
+    first = status.folder()
+    assert first.parent == tmp_path and len(first.name) >= len(prefix) + 8
+    assert stat.S_IMODE(first.stat().st_mode) == 0o700 and status.folder() == first
+    second = tmp_path / f"{prefix}0"  # a rank that started at the same moment
+    second.mkdir(mode=0o700)
+    for folder in (first, second):
+        status.open_page(folder, 3)[0][:4096] = page(pid=os.getpid())
+    assert len(status.read_all()) == 2
+
+
 @pytest.mark.parametrize("kind", ["open", "file", "link"])
 def test_folder_that_others_may_write_to(tmp_path, kind):
     path = tmp_path / "pages"
