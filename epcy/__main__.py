@@ -30,6 +30,18 @@ def top(arguments: argparse.Namespace) -> int:
         return 2
 
 
+def doctor(arguments: argparse.Namespace) -> int:
+    """Tell whether this machine, or this job, is set up as it should be."""
+    from epcy.doctor.report import main as examine
+    from epcy.errors import EpcyError
+
+    try:
+        return examine(arguments.json, arguments.strict, arguments.root)
+    except EpcyError as error:
+        sys.stderr.write(f"epcy: {error}\n")
+        return 2
+
+
 def measure(arguments: argparse.Namespace) -> int:
     """Run `calibrate` or `tune`, on all ranks under mpiexec."""
     from mpi4py import MPI
@@ -84,6 +96,15 @@ def parser() -> argparse.ArgumentParser:
         "--status-dir", metavar="DIR", help="where the status pages are, if not in the usual folder"
     )
     command.set_defaults(run=top)
+    command = commands.add_parser(
+        "doctor",
+        help="whether this machine is set up as it should be, and what to do; under mpiexec, all ranks' machines",
+        epilog="exit status: 0, 1 where something fails (--strict: is not ok), 2 where a rank did not come",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON, with all that was read")
+    command.add_argument("--strict", action="store_true", help="a warning too makes the exit status 1")
+    command.add_argument("--root", default="/", metavar="DIR", help="read DIR/sys, DIR/proc, DIR/dev (%(default)s)")
+    command.set_defaults(run=doctor)
     for name, text, seconds in (
         ("calibrate", "measure what buf.explain() predicts with, on this machine and so many ranks", 10.0),
         (
