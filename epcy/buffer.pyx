@@ -10,7 +10,7 @@ from posix.unistd cimport getpid
 import numpy as np
 
 from epcy.layout cimport epcy_default_num_rows, epcy_num_scales, epcy_shape
-from epcy.low_latency cimport LowLatencyCalls, close_range, open_range
+from epcy.low_latency cimport LowLatencyCalls, close_range, is_recorded, open_range, recorded
 from epcy.low_latency_checks cimport LowLatencyChecker
 
 from epcy import backends, topology
@@ -334,6 +334,11 @@ cdef class Buffer(LowLatencyCalls):
         ArgumentError, CapacityError, MismatchError, PeerError, PeerTimeoutError, StateError
             See docs/errors.md.
         """
+        if is_recorded(self):
+            return recorded(self, "dispatch", self.dispatch, dict(
+                x=x, topk_idx=topk_idx, topk_weights=topk_weights, handle=handle, layout=layout,
+                expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens, num_sms=num_sms,
+                previous_event=previous_event, async_finish=async_finish, stream=stream, out=out, timeout=timeout))
         self.enter("dispatch")
         open_range("dispatch")
         try:
@@ -395,6 +400,10 @@ cdef class Buffer(LowLatencyCalls):
         ArgumentError, MismatchError, PeerError, PeerTimeoutError, StateError
             See docs/errors.md.
         """
+        if is_recorded(self):
+            return recorded(self, "combine", self.combine, dict(
+                x=x, handle=handle, topk_weights=topk_weights, bias=bias, num_sms=num_sms,
+                previous_event=previous_event, async_finish=async_finish, stream=stream, out=out, timeout=timeout))
         self.enter("combine")
         open_range("combine")
         try:
@@ -502,6 +511,8 @@ cdef class Buffer(LowLatencyCalls):
             Another rank is in another call.
         PeerError, PeerTimeoutError, StateError
         """
+        if is_recorded(self):
+            return recorded(self, "barrier", self.barrier, dict(timeout=timeout))
         self.enter("barrier")
         open_range("barrier")
         try:
@@ -585,7 +596,13 @@ cdef class Buffer(LowLatencyCalls):
         MismatchError, PeerError, PeerTimeoutError, StateError
         """
         self.enter("warmup")
-        self._busy = False
+        self._busy, self._unrecorded = False, True
+        try:
+            self._warm()
+        finally:
+            self._unrecorded = False
+
+    def _warm(self):
         self._backend.touch()
         with nullcontext() if self.xp is np else self.xp.cuda.Device(self.options["device"]):
             x, idx, weights = self.warm_tokens(self._num_max_tokens)

@@ -15,6 +15,7 @@ OP_DISPATCH = OPERATIONS.index("low_latency_dispatch")
 OP_COMBINE = OPERATIONS.index("low_latency_combine")
 
 cdef object _domain = None      # NVTX's: where calls shall be ranges (epcy/ranges.py)
+cdef object _recorder = None    # what keeps calls (epcy/recorder.py)
 
 
 def use_ranges(domain):
@@ -33,6 +34,24 @@ cdef int close_range() except -1:
     if _domain is not None:
         _domain.pop_range()
     return 0
+
+
+def use_recorder(recorder):
+    """Hand calls to recorder.call(buf, op, function, arguments) from now on, which makes them; None: no more."""
+    global _recorder
+    _recorder = recorder
+
+
+cdef bint is_recorded(BufferState buf) noexcept:
+    return _recorder is not None and not buf._unrecorded
+
+
+cdef object recorded(BufferState buf, str op, function, dict arguments):
+    buf._unrecorded = True
+    try:
+        return _recorder.call(buf, op, function, arguments)
+    finally:
+        buf._unrecorded = False
 
 
 cdef class LowLatencyCalls(BufferState):
@@ -87,6 +106,11 @@ cdef class LowLatencyCalls(BufferState):
         """
         cdef LowLatencyDispatchCall call
         cdef bint only_send = return_recv_hook
+        if is_recorded(self):
+            return recorded(self, "low_latency_dispatch", self.low_latency_dispatch, dict(
+                x=x, topk_idx=topk_idx, topk_weights=topk_weights, use_fp8=use_fp8, round_scale=round_scale,
+                use_ue8m0=use_ue8m0, stats=stats, return_recv_hook=return_recv_hook, previous_event=previous_event,
+                async_finish=async_finish, stream=stream, timeout=timeout))
         self.enter_low_latency("low_latency_dispatch", LOW_LATENCY_DISPATCH, only_send)
         open_range("low_latency_dispatch")
         try:
@@ -156,6 +180,12 @@ cdef class LowLatencyCalls(BufferState):
         """
         cdef LowLatencyCombineCall call
         cdef bint only_send = return_recv_hook
+        if is_recorded(self):
+            return recorded(self, "low_latency_combine", self.low_latency_combine, dict(
+                x=x, topk_idx=topk_idx, topk_weights=topk_weights, handle=handle, reduction=reduction,
+                zero_copy=zero_copy, use_logfmt=use_logfmt, out=out, renormalize=renormalize,
+                return_recv_hook=return_recv_hook, previous_event=previous_event, async_finish=async_finish,
+                stream=stream, timeout=timeout))
         self.enter_low_latency("low_latency_combine", LOW_LATENCY_COMBINE, only_send)
         open_range("low_latency_combine")
         try:
@@ -279,6 +309,8 @@ cdef class Hook:
         MismatchError, PeerTimeoutError, StateError
         """
         cdef Backend backend
+        if is_recorded(self.buffer):
+            return recorded(self.buffer, "hook", self, dict(timeout=timeout))
         self.buffer.enter("hook")
         open_range("hook")
         try:
