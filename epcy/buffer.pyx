@@ -10,8 +10,9 @@ from posix.unistd cimport getpid
 import numpy as np
 
 from epcy.layout cimport epcy_default_num_rows, epcy_num_scales, epcy_shape
-from epcy.low_latency cimport LowLatencyCalls, close_range, is_recorded, open_range, recorded
+from epcy.low_latency cimport LowLatencyCalls
 from epcy.low_latency_checks cimport LowLatencyChecker
+from epcy.observers cimport close_range, is_recorded, open_range, recorded
 
 from epcy import backends, topology
 from epcy.arrays import DTYPES

@@ -22,7 +22,7 @@ from typing import Any
 from epcy._version import __version__
 from epcy.topology import available_cpus
 
-__all__ = ["ask", "collect", "collect_basics", "render"]
+__all__ = ["ask", "collect", "collect_basics", "find_mpiexec", "render"]
 
 SIMD = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "asimd", "sve")
 PACKAGES = "numpy ml_dtypes mpi4py mpich cupy-cuda13x nvidia-nvshmem-cu13 cuda-pathfinder".split()
@@ -200,10 +200,15 @@ def _build_record() -> dict[str, Any]:
         return {"error": "the extension modules were not built here"}
 
 
+def find_mpiexec() -> str | None:
+    """Return the mpiexec on PATH, else the one beside this python. Local."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return shutil.which("mpiexec") or (str(beside) if os.access(beside, os.X_OK) else None)
+
+
 def _mpi() -> dict[str, Any]:
     found = ask(MPI_PROBE)
-    beside = Path(sys.executable).with_name("mpiexec")
-    mpiexec = shutil.which("mpiexec") or (str(beside) if os.access(beside, os.X_OK) else None)
+    mpiexec = find_mpiexec()
     launcher = None
     if mpiexec is not None:
         try:

@@ -1,11 +1,10 @@
 # cython: boundscheck=False, wraparound=False
 """The low-latency calls (decoding): fixed slots, no count exchange, no host wait on a GPU, hooks."""
 
-import os
-
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH, LowLatency
+from epcy.observers cimport close_range, is_recorded, open_range, recorded
 from epcy.state cimport BufferState
 
 from epcy.errors import StateError
@@ -13,45 +12,6 @@ from epcy.status import OPERATIONS
 
 OP_DISPATCH = OPERATIONS.index("low_latency_dispatch")
 OP_COMBINE = OPERATIONS.index("low_latency_combine")
-
-cdef object _domain = None      # NVTX's: where calls shall be ranges (epcy/ranges.py)
-cdef object _recorder = None    # what keeps calls (epcy/recorder.py)
-
-
-def use_ranges(domain):
-    """Make calls ranges of this NVTX domain from now on; None: no more."""
-    global _domain
-    _domain = domain
-
-
-cdef int open_range(str name) except -1:
-    if _domain is not None:
-        _domain.push_range(_domain.get_event_attributes(message=name))
-    return 0
-
-
-cdef int close_range() except -1:
-    if _domain is not None:
-        _domain.pop_range()
-    return 0
-
-
-def use_recorder(recorder):
-    """Hand calls to recorder.call(buf, op, function, arguments) from now on, which makes them; None: no more."""
-    global _recorder
-    _recorder = recorder
-
-
-cdef bint is_recorded(BufferState buf) noexcept:
-    return _recorder is not None and not buf._unrecorded
-
-
-cdef object recorded(BufferState buf, str op, function, dict arguments):
-    buf._unrecorded = True
-    try:
-        return _recorder.call(buf, op, function, arguments)
-    finally:
-        buf._unrecorded = False
 
 
 cdef class LowLatencyCalls(BufferState):
@@ -282,11 +242,6 @@ cdef class LowLatencyCalls(BufferState):
             raise
         return state
 
-
-if "NVTX_INJECTION64_PATH" in os.environ:       # nsys sets it for what it starts
-    from epcy import ranges
-
-    ranges.follow(True)
 
 cdef class Hook:
     """Receives what a low-latency call with `return_recv_hook=True` only sent.

@@ -118,7 +118,9 @@ def play(
         except EpcyError as caught:
             error, failed = f"{type(caught).__name__}: {caught}", number
         # one word a call: a rank that fails is not waited for in the next one
-        texts = bootstrap.allgather(comm, error or (f"wrong rows: {wrong[number]}" if wrong[number] else None), timeout * 2 + 60)
+        texts = bootstrap.allgather(
+            comm, error or (f"wrong rows: {wrong[number]}" if wrong[number] else None), timeout * 2 + 60
+        )
         if any(texts):
             failed = number
             break
@@ -139,7 +141,9 @@ def play(
     return outcome
 
 
-def table(recording: Recording, us: Array, wrong: Sequence[int | None], num_calls: int) -> list[dict[str, Any]]:
+def table(
+    recording: Recording, us: Array, wrong: Sequence[int | None], num_calls: int
+) -> list[dict[str, Any]]:
     """Return a row for each operation: recorded and measured times, medians over calls."""
     rows = []
     for op in dict.fromkeys(call.op for call in recording.calls[:num_calls]):
@@ -147,8 +151,8 @@ def table(recording: Recording, us: Array, wrong: Sequence[int | None], num_call
         whole = [recording.calls[n].times_ns[:, 1] for n in numbers]
         whole = [took / 1e3 for took in whole if len(took) and took.min() >= 0]
         here = us[:, numbers][:, ~np.isnan(us[:, numbers]).any(0)]
-        checked = [wrong[n] for n in numbers if wrong[n] is not None]
-        tokens = [sum(max(t, 0) for t in recording.calls[n].num_tokens) / len(recording.calls[n].num_tokens) for n in numbers]
+        checked = [one for one in (wrong[n] for n in numbers) if one is not None]
+        tokens = [np.maximum(recording.calls[n].num_tokens, 0).mean() for n in numbers]
         rows.append(
             {
                 "op": op,
@@ -170,11 +174,34 @@ def _median(values: Any) -> float | None:
 
 
 def render(rows: Sequence[dict[str, Any]]) -> str:
-    heading = ("operation", "calls", "tokens", "recorded us", "slowest", "here us", "slowest", "p99", "#wrong")
-    names = ("op", "calls", "tokens", "recorded_us_first", "recorded_us_last", "us_first", "us_last", "us_p99", "wrong")
+    heading = (
+        "operation",
+        "calls",
+        "tokens",
+        "recorded us",
+        "slowest",
+        "here us",
+        "slowest",
+        "p99",
+        "#wrong",
+    )
+    names = (
+        "op",
+        "calls",
+        "tokens",
+        "recorded_us_first",
+        "recorded_us_last",
+        "us_first",
+        "us_last",
+        "us_p99",
+        "wrong",
+    )
     lines = [f"{heading[0]:<21}" + "".join(f"{name:>12}" for name in heading[1:])]
     for row in rows:
-        shown = ["-" if row[n] is None else f"{row[n]:.1f}" if isinstance(row[n], float) else str(row[n]) for n in names]
+        values = [row[name] for name in names]
+        shown = [
+            "-" if one is None else f"{one:.1f}" if isinstance(one, float) else str(one) for one in values
+        ]
         lines.append(f"{shown[0]:<21}" + "".join(f"{text:>12}" for text in shown[1:]))
     return "\n".join(lines) + "\n"
 
@@ -185,8 +212,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Make the calls of a recording (epcy.record) again on these ranks, time and check them.",
         epilog="exit status: 0; 1 where a call failed or a row was wrong; 2 where nothing could be replayed",
     )
-    parser.add_argument("file", metavar="FILE", help="what epcy.record wrote; of its parts, the name without .rankN")
-    parser.add_argument("--backend", choices=("host", "nvshmem"), help="what moves the tokens (epcy's choice)")
+    parser.add_argument(
+        "file", metavar="FILE", help="what epcy.record wrote; of its parts, the name without .rankN"
+    )
+    parser.add_argument(
+        "--backend", choices=("host", "nvshmem"), help="what moves the tokens (epcy's choice)"
+    )
     parser.add_argument("--timeout", type=float, default=20.0, metavar="S", help="of a call (%(default)s)")
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not compare rows")
     parser.add_argument("--json", metavar="FILE", help="write the table, and the failure if there is one")
@@ -213,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
     given, recording, status = comm.bcast((given, recording, status))
     if given is None or recording is None:
-        return status
+        return int(status)
     outcome = play(comm, recording, given.backend, check=given.check, timeout=given.timeout)
     failure = outcome.failure
     if comm.rank == 0:
@@ -222,7 +253,11 @@ def main(argv: Sequence[str]) -> int:
         rows = table(recording, outcome.us, wrong, done)
         sys.stdout.write(render(rows))
         if failure is not None:
-            known = "as it did when it was recorded" if failure.recorded else "which it did not when it was recorded"
+            known = (
+                "as it did when it was recorded"
+                if failure.recorded
+                else "which it did not when it was recorded"
+            )
             sys.stdout.write(f"call {failure.call} ({failure.op}) failed, {known}: {failure.kind}\n")
             sys.stdout.write("".join(f"  rank {rank}: {text}\n" for rank, text in failure.texts.items()))
         sys.stdout.flush()

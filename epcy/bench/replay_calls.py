@@ -81,7 +81,9 @@ class Player:
         options = {name: args.get(name) for name in ("layout", "expert_alignment", "num_sms")}
         out = True if args["own_output"] else None
         if handle is not None:
-            return lambda: self.buf.dispatch(x, None, weights, handle=handle, num_sms=args.get("num_sms"), out=out)
+            return lambda: self.buf.dispatch(
+                x, None, weights, handle=handle, num_sms=args.get("num_sms"), out=out
+            )
         idx = self._on_device(self.values.idx_of(number)[self.rank])
         worst = args["num_worst_tokens"]
         return lambda: self.buf.dispatch(x, idx, weights, num_worst_tokens=worst, out=out, **options)

@@ -137,7 +137,9 @@ class Values:
         weights = self._weights_applied(number, rank)
         use_logfmt, ranks = bool(args.get("use_logfmt")), range(routing.num_ranks)
         with np.errstate(all="ignore"):
-            for lane, other in product(range(idx.shape[1]), ranks) if args.get("reduction") == "source" else ():
+            for lane, other in (
+                product(range(idx.shape[1]), ranks) if args.get("reduction") == "source" else ()
+            ):
                 self._add(total, lane, number, other, rank, weights, use_logfmt)
             for other in ranks if args.get("reduction") != "source" else ():
                 if routing.layout == "rank":
@@ -161,7 +163,14 @@ class Values:
         return None
 
     def _add(
-        self, into: Array, lane: int, number: int, other: int, rank: int, weights: Array | None, use_logfmt: bool
+        self,
+        into: Array,
+        lane: int,
+        number: int,
+        other: int,
+        rank: int,
+        weights: Array | None,
+        use_logfmt: bool,
     ) -> None:
         routing = self.routing(self.root(number))
         tokens = np.flatnonzero(routing.lanes_at(rank, other)[:, lane])

@@ -19,7 +19,11 @@ CUDA_REMEDIES = {
     802: "start the service nvidia-fabricmanager of the driver's very version",
     803: "reboot, or reload the driver: the library and the kernel module are of different versions",
 }
-FAMILIES = (("MPICH", "MPICH", "HYDRA"), ("Open MPI", "Open MPI", "OpenRTE", "open-mpi", "PRRTE"), ("Intel MPI", "Intel(R) MPI"))
+FAMILIES = (
+    ("MPICH", "MPICH", "HYDRA"),
+    ("Open MPI", "Open MPI", "OpenRTE", "open-mpi", "PRRTE"),
+    ("Intel MPI", "Intel(R) MPI"),
+)
 
 
 def judge(facts: Facts) -> list[Finding]:
@@ -65,7 +69,9 @@ def mpi(facts: Facts) -> Iterator[Finding]:
 
 
 def _family(text: str) -> str | None:
-    return next((name for name, *words in FAMILIES if any(word.lower() in text.lower() for word in words)), None)
+    return next(
+        (name for name, *words in FAMILIES if any(word.lower() in text.lower() for word in words)), None
+    )
 
 
 def memory(facts: Facts) -> Iterator[Finding]:
@@ -111,7 +117,9 @@ def gpus(facts: Facts) -> Iterator[Finding]:
     cuda, wanted = facts["cuda"], facts["environ"].get("EPCY_BACKEND") == "nvshmem"
     if cuda["error"] or not cuda["gpus"]:
         why = cuda["error"] or "the driver sees none"
-        remedy = CUDA_REMEDIES.get(cuda.get("code", 0), "look at nvidia-smi, and at dmesg for lines with NVRM")
+        remedy = CUDA_REMEDIES.get(
+            cuda.get("code", 0), "look at nvidia-smi, and at dmesg for lines with NVRM"
+        )
         if wanted or facts["nvidia"] is not None:
             yield Finding("GPUs", FAILURE, f"none can be used: {why}", remedy)
         else:
@@ -160,7 +168,9 @@ def _pairs(cuda: dict[str, Any]) -> Iterator[Finding]:
                 "expect a fraction of NVLink's rate; look at nvidia-smi nvlink -s if the machine has bridges",
             )  # fmt: skip
         else:
-            yield Finding("peer access", OK, f"{those}: {'NVLink' if nvlink else 'yes; NVML does not say by what'}")
+            yield Finding(
+                "peer access", OK, f"{those}: {'NVLink' if nvlink else 'yes; NVML does not say by what'}"
+            )
 
 
 def _driver(facts: Facts) -> Finding:

@@ -27,7 +27,16 @@ LAUNCHERS = (
     ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
 # What MPI libraries call their files in /dev/shm, by the beginning of the name.
-MPI_FILES = ("mpich_", "vader_segment", "sm_segment", "psm2_shm", "psm3_shm", "ucx_shm", "Intel_MPI", "osc_rdma")
+MPI_FILES = (
+    "mpich_",
+    "vader_segment",
+    "sm_segment",
+    "psm2_shm",
+    "psm3_shm",
+    "ucx_shm",
+    "Intel_MPI",
+    "osc_rdma",
+)
 LIBRARIES = (
     "usr/lib",
     "usr/lib64",
@@ -161,10 +170,6 @@ def _nvidia(root: Path) -> dict[str, Any] | None:
         return None
     line = next((one for one in said.splitlines() if "NVRM" in one), "")
     version = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", line)
-    params = dict(
-        (part.strip() for part in one.split(":", 1))
-        for one in _text(root / "proc/driver/nvidia/params").splitlines()
-        if ":" in one
-    )
+    lines = (one.partition(":") for one in _text(root / "proc/driver/nvidia/params").splitlines())
+    params = {name.strip(): value.strip() for name, colon, value in lines if colon}
     return {"driver": version[0] if version else None, "open": "Open Kernel" in line, "params": params}
-

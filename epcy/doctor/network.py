@@ -72,7 +72,9 @@ def gdrcopy(facts: Facts) -> Finding:
     if has["device"] and has["library"]:
         return Finding("GDRCopy", OK, f"gdrdrv {version or ''}".rstrip() + " and libgdrapi")
     missing = [
-        name for name, there in (("/dev/gdrdrv", has["device"]), ("libgdrapi.so", has["library"])) if not there
+        name
+        for name, there in (("/dev/gdrdrv", has["device"]), ("libgdrapi.so", has["library"]))
+        if not there
     ]
     return Finding(
         "GDRCopy", WARNING, f"{' and '.join(missing)} not there",
@@ -89,7 +91,9 @@ def ibgda(facts: Facts) -> Finding:
     mellanox = [port["device"] for port in facts["rdma"] if port["device"].startswith("mlx5")]
     plugin = "ibgda" in facts["nvshmem"].get("transports", ())
     if not mellanox:
-        return Finding("IBGDA", WARNING, "no mlx5 device", "it needs ConnectX NICs; rdma_transport='proxy' does not")
+        return Finding(
+            "IBGDA", WARNING, "no mlx5 device", "it needs ConnectX NICs; rdma_transport='proxy' does not"
+        )
     if not plugin:
         return Finding(
             "IBGDA", WARNING, "NVSHMEM has no ibgda plug-in here", "install nvidia-nvshmem-cu13, which has it"

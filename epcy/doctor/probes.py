@@ -58,7 +58,8 @@ for a in range(len(devices)):
         peer, link = ctypes.c_int(), ctypes.c_int(-1)
         check(cuda.cuDeviceCanAccessPeer(ctypes.byref(peer), devices[a], devices[b]), "cuDeviceCanAccessPeer")
         nvlink = None
-        if handles[a] and handles[b] and nvml.nvmlDeviceGetP2PStatus(handles[a], handles[b], 2, ctypes.byref(link)) == 0:
+        pair = handles[a], handles[b]
+        if all(pair) and nvml.nvmlDeviceGetP2PStatus(*pair, 2, ctypes.byref(link)) == 0:
             nvlink = link.value == 0
         found["pairs"].append({"from": a, "to": b, "peer_access": bool(peer.value), "nvlink": nvlink})
 out()

@@ -12,13 +12,13 @@ __all__ = ["compare", "merge"]
 # What must be equal on all ranks: its name, where it is in the facts, how bad a difference is, what to do.
 EQUAL: tuple[tuple[str, Callable[[Facts], Any], str, str], ...] = (
     ("epcy's version", lambda f: f["versions"]["epcy"], FAILURE, "install one version everywhere"),
-    ("epcy's build", lambda f: f["build"].get("cuda") or "host backend alone", FAILURE, "install one build everywhere"),
-    ("MPI library", lambda f: (f["mpi"]["library"] or "none").splitlines()[0], FAILURE, "use one MPI library everywhere"),
+    ("epcy's build", lambda f: f["build"].get("cuda") or "host backend alone", FAILURE, "install one build"),
+    ("MPI library", lambda f: (f["mpi"]["library"] or "none").splitlines()[0], FAILURE, "use one library everywhere"),
     ("NVSHMEM's version", lambda f: _version(f["nvshmem"]), FAILURE, "install one version of NVSHMEM everywhere"),
     ("python", lambda f: f["versions"]["python"].rpartition(".")[0], WARNING, "use one environment everywhere"),
     ("driver", lambda f: (f["nvidia"] or {}).get("driver") or "none", WARNING, "update the older machines' driver"),
     ("number of GPUs", lambda f: len(f["cuda"]["gpus"]), WARNING, "give every rank's machine the same GPUs"),
-    ("variables", lambda f: f["environ"], WARNING, "let the launcher pass EPCY_* and NVSHMEM_* on (mpiexec -genvall, -x)"),
+    ("variables", lambda f: f["environ"], WARNING, "let the launcher pass EPCY_* and NVSHMEM_* on (-genvall, -x)"),
 )  # fmt: skip
 PER_RANK = ("EPCY_DEVICE", "EPCY_STATUS_DIR")
 

@@ -115,4 +115,6 @@ class Recording:
 def smallest_type(values: Array) -> Any:
     """Return the smallest of int16, int32 and int64 that holds all values. Local."""
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
-    return next(t for t in (np.int16, np.int32, np.int64) if np.iinfo(t).min <= low and high <= np.iinfo(t).max)
+    return next(
+        t for t in (np.int16, np.int32, np.int64) if np.iinfo(t).min <= low and high <= np.iinfo(t).max
+    )

@@ -73,8 +73,9 @@ def header_of(data: Any, version: int) -> dict[str, Any]:
     try:
         header = json.loads(data.tobytes().decode())
     except (ValueError, RecursionError) as error:
-        raise Wrong(f"header: no JSON ({error})") from None
-    _want(header, dict, "header")
+        raise Wrong(f"header: no JSON ({str(error):.200})") from None
+    if not isinstance(header, dict):
+        raise Wrong(f"header: expected an object, got {header!r:.80}")
     if header.get("format") != "epcy recording":
         raise Wrong(f"header: expected the format 'epcy recording', got {header.get('format')!r:.80}")
     if header.get("version") != version:
@@ -93,9 +94,9 @@ def header_of(data: Any, version: int) -> dict[str, Any]:
         _buffer(one, f"buffers[{number}]", header["num_ranks"])
     for number, one in enumerate(header["payloads"]):
         _want(one, dict, f"payloads[{number}]")
-        _want(one.get("dtype"), ("|u1", "<u2", "<f4", "<u4"), f"payloads[{number}].dtype")
+        _want(one.get("dtype"), ("|u1", "<u2", "<u4", "<f2", "<f4"), f"payloads[{number}].dtype")
         if any(length < 0 for length in _list(one.get("shape"), int, f"payloads[{number}].shape")):
-            raise Wrong(f"payloads[{number}].shape: expected no negative length, got {one['shape']}")
+            raise Wrong(f"payloads[{number}].shape: expected no negative length, got {one['shape']!r:.80}")
     for number, one in enumerate(header["calls"]):
         _call(one, number, header)
     return header
@@ -123,7 +124,7 @@ def known_options(said: dict[str, Any]) -> dict[str, Any]:
     try:
         return {name: value.value for name, value in resolve(given, {}).items() if name not in PLACES}
     except ArgumentError as error:
-        raise Wrong(f"options: {error}") from None
+        raise Wrong(f"options: {str(error):.300}") from None
 
 
 def _call(said: Any, number: int, header: dict[str, Any]) -> None:

@@ -121,7 +121,11 @@ def part_of(recording: Recording, rank: int) -> dict[str, Any]:
             here = buffer.ranks.index(rank)
             if call.buffer != number or call.num_tokens[here] < 0:
                 continue
-            arrays = {name: recording.payloads[places[here]] for name, places in call.payload.items() if places[here] >= 0}
+            arrays = {
+                name: recording.payloads[places[here]]
+                for name, places in call.payload.items()
+                if places[here] >= 0
+            }
             if call.routing[here] >= 0:
                 arrays["topk_idx"] = recording.routings[call.routing[here]]
             refers = None if call.refers is None else recording.calls[call.refers].at

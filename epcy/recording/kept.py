@@ -52,4 +52,8 @@ def kept_on_host(array: Any) -> Array | None:
 
 def _bits(array: Array) -> Array:
     """Return payload that only ml_dtypes has as unsigned integers of its size."""
-    return array if array.dtype.kind in "iuf" and array.dtype.str[1] != "V" else array.view(f"u{array.dtype.itemsize}")
+    return (
+        array
+        if array.dtype.kind in "iuf" and array.dtype.str[1] != "V"
+        else array.view(f"u{array.dtype.itemsize}")
+    )

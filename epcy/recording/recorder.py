@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from epcy.backends.meter import world_ranks
 from epcy.errors import ArgumentError, StateError
-from epcy.low_latency import use_recorder
+from epcy.observers import use_recorder
 from epcy.recording.checks import ARGUMENTS, PLACES, ROUTED
 from epcy.recording.file import write
 from epcy.recording.join import Entry, Key, join
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["record"]
+
 
 @dataclass
 class Kept:
@@ -42,8 +43,8 @@ class record:  # noqa: N801 - used as a function
 
     Collective over `comm` at the end of the block, blocking. Kept are routing, shapes, arguments, options and times of
     every rank; rows and weights only with `payload`. Calls of `warmup()` are not kept. An exception that leaves the
-    block makes every rank write what it has, `path` with `.rankN` behind it, and waits for nobody; `epcy.recording.read`
-    and the replay take these parts together by the name `path`.
+    block makes every rank write what it has, `path` with `.rankN` behind it, and waits for nobody;
+    `epcy.recording.read` and the replay take these parts together by the name `path`.
 
     Parameters
     ----------
@@ -77,8 +78,10 @@ class record:  # noqa: N801 - used as a function
         if isinstance(num_calls, bool) or not isinstance(num_calls, int) or num_calls < 1:
             raise ArgumentError(f"num_calls: expected a positive whole number, got {num_calls!r}")
         self.path, self.payload, self.num_calls = Path(path), payload, num_calls
-        self._given, self._comm = comm, None  # type: ignore[var-annotated]
-        self._kept: dict[int, Kept] = {}  # by the Buffer's id; the list keeps them alive, so that no id comes twice
+        self._given = comm
+        self._comm: MPI.Intracomm | None = None
+        # by the Buffer's id; the list keeps them alive, so that no id comes twice
+        self._kept: dict[int, Kept] = {}
         self._alive: list[Any] = []
         self._start_ns = 0
 
@@ -177,7 +180,7 @@ class record:  # noqa: N801 - used as a function
 
     def _arguments(self, op: str, given: dict[str, Any]) -> dict[str, Any]:
         """Return what ARGUMENTS wants to know of a call."""
-        derived = {
+        derived: dict[str, Callable[[], Any]] = {
             "dtype": lambda: rows_and_kind(given["x"])[1],
             "has_weights": lambda: given["topk_weights"] is not None,
             "has_hook": lambda: bool(given["return_recv_hook"]),
@@ -202,7 +205,9 @@ class record:  # noqa: N801 - used as a function
         handle = result.handle if op == "dispatch" else result[2] if op == "low_latency_dispatch" else None
         if handle is not None and (handle.recorded is None or handle.recorded[0] is not self):
             handle.recorded = self, entry.at
-        hook = result[4] if op == "low_latency_dispatch" else result[2] if op == "low_latency_combine" else None
+        hook = (
+            result[4] if op == "low_latency_dispatch" else result[2] if op == "low_latency_combine" else None
+        )
         if hook is not None:
             kept.hooks[id(hook)] = hook, entry.at
 

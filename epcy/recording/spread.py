@@ -45,8 +45,8 @@ def spread(recording: Recording, num_ranks: int) -> Recording:
     for number, buffer in enumerate(recording.buffers):
         if buffer.options["num_experts"] % num_ranks:
             raise ArgumentError(
-                f"ranks: expected a number that divides the {buffer.options['num_experts']} experts of Buffer {number}, "
-                f"got {num_ranks}; it was recorded on {buffer.num_ranks}"
+                f"ranks: expected a number that divides the {buffer.options['num_experts']} experts of Buffer "
+                f"{number}, got {num_ranks}; it was recorded on {buffer.num_ranks}"
             )
     if all(buffer.num_ranks == num_ranks for buffer in recording.buffers):
         return replace(recording, num_ranks=num_ranks)
