@@ -14,7 +14,7 @@ from epcy.low_latency cimport LowLatencyCalls
 from epcy.low_latency_checks cimport LowLatencyChecker
 from epcy.observers cimport close_range, is_recorded, open_range, recorded
 
-from epcy import backends, topology
+from epcy import backends, startup, topology
 from epcy.arrays import DTYPES
 from epcy.backends import bootstrap, cuda_sizes
 from epcy.backends.host import heap_layout
@@ -128,6 +128,7 @@ cdef class Buffer(LowLatencyCalls):
             parse_faults(values["faults"] or "")
             found = backends.find(values["backend"])
             values["backend"] = found[0]
+            startup.check(found[0], values)
             if values["num_sms"] is None:
                 values["num_sms"] = tuned(found[0], comm.Get_size(), values)
         except EpcyError as caught:
@@ -147,11 +148,17 @@ cdef class Buffer(LowLatencyCalls):
     def _construct(self, dict values, dict shape, error, found, timeout):
         """Agree with the other ranks and make the backend; what fails here fails on every rank."""
         identities = bootstrap.agree(self.comm, self._compared(values), error, timeout)
-        self.topology = topology.discover(self.comm)
-        if self.topology.num_nodes > 1:
+        self.topology = topology.discover(self.comm, values["num_max_nvl_peers"])
+        if self.topology.num_machines > 1:
             raise NotSupportedError(
-                f"comm: backend {found[0]!r} works inside one machine, the ranks lie on {self.topology.num_nodes} "
-                f"({', '.join(self.topology.hostnames)}); use a sub-communicator of Split_type(COMM_TYPE_SHARED)")
+                f"comm: backend {found[0]!r} works inside one machine, the ranks lie on {self.topology.num_machines} "
+                f"({', '.join(dict.fromkeys(self.topology.hostnames))}); use a sub-communicator of "
+                "Split_type(COMM_TYPE_SHARED)")
+        if self.topology.num_nodes > 1 and found[0] == "nvshmem":
+            raise NotSupportedError(
+                f"num_max_nvl_peers: {values['num_max_nvl_peers']} makes {self.topology.num_nodes} nodes of {self.size} "
+                "ranks, and this build has no path between nodes on GPUs; leave it out, or use backend='host'")
+        startup.settle(found[0], values)
         self.backend, backend_class, self.xp = found
         values["num_max_recv_tokens"] = shape["num_rows"]
         values["num_max_low_latency_tokens_per_rank"] = shape["num_low_latency_tokens"] or None
