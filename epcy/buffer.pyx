@@ -156,8 +156,9 @@ cdef class Buffer(LowLatencyCalls):
                 "Split_type(COMM_TYPE_SHARED)")
         if self.topology.num_nodes > 1 and found[0] == "nvshmem":
             raise NotSupportedError(
-                f"num_max_nvl_peers: {values['num_max_nvl_peers']} makes {self.topology.num_nodes} nodes of {self.size} "
-                "ranks, and this build has no path between nodes on GPUs; leave it out, or use backend='host'")
+                f"num_max_nvl_peers: {values['num_max_nvl_peers']} makes {self.topology.num_nodes} nodes of the "
+                f"{self.size} ranks, and this build has no path between nodes on GPUs; leave it out, or use "
+                "backend='host'")
         startup.settle(found[0], values)
         self.backend, backend_class, self.xp = found
         values["num_max_recv_tokens"] = shape["num_rows"]

@@ -25,7 +25,9 @@ QPS = "NVSHMEM_IBGDA_NUM_RC_PER_PE"
 _settled: dict[str, Any] | None = None  # the options that this process' NVSHMEM starts, or was started, with
 
 
-def check(backend: str, options: dict[str, Any], environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
+def check(
+    backend: str, options: dict[str, Any], environ: MutableMapping[str, str] | None = None
+) -> dict[str, str]:
     """Return the variables that these options ask NVSHMEM to start with; none once it is settled.
 
     Local. On the host backend there are none.

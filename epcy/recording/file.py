@@ -105,7 +105,7 @@ def _header(recording: Recording) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> Recording:
-    """Read a recording; where there are only the parts that ranks wrote after an exception, all of those.
+    """Read a recording; where the parts that ranks wrote after an exception are newer, those together.
 
     Local, blocking.
 
@@ -115,20 +115,25 @@ def read(path: str | os.PathLike[str]) -> Recording:
         It cannot be read, or is no recording of this version; the message says where it is wrong.
     """
     path = Path(path)
-    parts = {}
-    if not path.exists():
-        for other in path.parent.glob(f"{glob.escape(path.name)}.rank*"):
-            rank = other.name[len(path.name) + len(".rank") :]
-            if rank.isascii() and rank.isdigit() and len(rank) < 8:
-                parts[int(rank)] = _read_one(other)
-    if not parts:
+    parts = [
+        other for other in path.parent.glob(f"{glob.escape(path.name)}.rank*") if _rank_of(other) is not None
+    ]
+    newest = max((part.stat().st_mtime_ns for part in parts), default=0)
+    if not parts or path.exists() and path.stat().st_mtime_ns >= newest:
         return _read_one(path)
-    joined = join(
-        [part_of(one, rank) for rank, one in sorted(parts.items())], next(iter(parts.values())).num_ranks
-    )
-    joined.num_dropped += max(one.num_dropped for one in parts.values())
-    joined.date = max(one.date for one in parts.values())
+    found = {_rank_of(part) or 0: _read_one(part) for part in sorted(parts)}
+    num_ranks = max(found.values(), key=lambda one: one.date).num_ranks
+    found = {rank: one for rank, one in sorted(found.items()) if one.num_ranks == num_ranks}
+    joined = join([part_of(one, rank) for rank, one in found.items()], num_ranks)
+    joined.num_dropped += max(one.num_dropped for one in found.values())
+    joined.date = max(one.date for one in found.values())
     return joined
+
+
+def _rank_of(part: Path) -> int | None:
+    """Return the rank that a file is the part of; None if it is none."""
+    number = part.name.rpartition(".rank")[2]
+    return int(number) if number.isascii() and number.isdigit() and len(number) < 8 else None
 
 
 def _read_one(path: Path) -> Recording:

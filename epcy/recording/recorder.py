@@ -12,8 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from epcy.backends import bootstrap
 from epcy.backends.meter import world_ranks
-from epcy.errors import ArgumentError, StateError
+from epcy.errors import ArgumentError, PeerTimeoutError, StateError
 from epcy.observers import use_recorder
 from epcy.recording.checks import ARGUMENTS, PLACES, ROUTED
 from epcy.recording.file import write
@@ -41,8 +42,8 @@ class Kept:
 class record:  # noqa: N801 - used as a function
     """Keep the calls of all Buffers inside a `with` block in a file, to replay them elsewhere.
 
-    Collective over `comm` at the end of the block, blocking. Kept are routing, shapes, arguments, options and times of
-    every rank; rows and weights only with `payload`. Calls of `warmup()` are not kept. An exception that leaves the
+    Collective over `comm` at both ends of the block, blocking. Kept are routing, shapes, arguments, options and times
+    of every rank; rows and weights only with `payload`. Calls of `warmup()` are not kept. An exception that leaves the
     block makes every rank write what it has, `path` with `.rankN` behind it, and waits for nobody;
     `epcy.recording.read` and the replay take these parts together by the name `path`.
 
@@ -56,11 +57,15 @@ class record:  # noqa: N801 - used as a function
         Keep the rows of dispatch and combine, and the weights. Large, and whoever has the file has them.
     num_calls : int
         Calls that are kept of each Buffer: the last ones.
+    timeout : float
+        Seconds that a rank waits for the others at either end.
 
     Raises
     ------
     ArgumentError
         num_calls is below 1; rank 0 cannot write the file.
+    PeerTimeoutError
+        A rank did not come to the end of the block; this one has written its part.
     StateError
         Another recording is under way, or the same one is entered again.
     """
@@ -74,11 +79,12 @@ class record:  # noqa: N801 - used as a function
         *,
         payload: bool = False,
         num_calls: int = 10_000,
+        timeout: float = 60.0,
     ) -> None:
         if isinstance(num_calls, bool) or not isinstance(num_calls, int) or num_calls < 1:
             raise ArgumentError(f"num_calls: expected a positive whole number, got {num_calls!r}")
         self.path, self.payload, self.num_calls = Path(path), payload, num_calls
-        self._given = comm
+        self.timeout, self._given = timeout, comm
         self._comm: MPI.Intracomm | None = None
         # by the Buffer's id; the list keeps them alive, so that no id comes twice
         self._kept: dict[int, Kept] = {}
@@ -92,7 +98,12 @@ class record:  # noqa: N801 - used as a function
             raise StateError("record: another recording is under way; end it first")
         from mpi4py import MPI
 
-        self._comm = self._given if self._given is not None else MPI.COMM_WORLD
+        comm = self._given if self._given is not None else MPI.COMM_WORLD
+        self._comm = bootstrap.duplicate(
+            comm, self.timeout
+        )  # an end that a rank never comes to stays in the copy
+        with contextlib.suppress(OSError):  # of an earlier job
+            self._alone.unlink()
         self._start_ns = time.monotonic_ns()
         record._current = self
         use_recorder(self)
@@ -108,10 +119,14 @@ class record:  # noqa: N801 - used as a function
         record._current = None
         part = self._part()
         self._kept, self._alive = {}, []
+        try:
+            if kind is None:
+                bootstrap.allgather(comm, None, self.timeout)
+        except PeerTimeoutError:
+            self._write_alone(part, comm)
+            raise
         if kind is not None:
-            alone = self.path.with_name(f"{self.path.name}.rank{comm.rank}")
-            with contextlib.suppress(OSError):  # the exception that ends the block is the one to see
-                write(alone, join([part], comm.size))
+            self._write_alone(part, comm)
             return
         parts, error = comm.gather(part), None
         if parts is not None:
@@ -120,8 +135,18 @@ class record:  # noqa: N801 - used as a function
             except OSError as caught:
                 error = caught
         error = comm.bcast(error)
+        comm.Free()
         if error is not None:
             raise ArgumentError(f"path: rank 0 could not write {os.fspath(self.path)!r}: {error}")
+
+    def _write_alone(self, part: dict[str, Any], comm: MPI.Intracomm) -> None:
+        with contextlib.suppress(OSError):  # the exception that ends the block is the one to see
+            write(self._alone, join([part], comm.size))
+
+    @property
+    def _alone(self) -> Path:
+        """Where this rank writes its part."""
+        return self.path.with_name(f"{self.path.name}.rank{self._comm.rank if self._comm else 0}")
 
     # ---- while the job runs
 

@@ -41,18 +41,15 @@ def shrink(
         Told of every step that made it smaller.
     """
     search = _Search(recording, fails, time.monotonic() + seconds, say)
+    search.ranks()
     before = None
     while before is not search.best and not search.is_late:
-        before = search.best
-        for step in (
-            search.ranks,
-            search.calls,
-            search.tokens,
-            search.lanes,
-            search.hidden,
-            search.arguments,
-        ):
-            step()
+        search.calls()
+        search.tokens()
+        before = search.best  # fewer lanes may make calls and tokens superfluous; what follows seldom does
+        search.lanes()
+    search.hidden()
+    search.arguments()
     return search.best
 
 

@@ -274,6 +274,31 @@ def test_refusals(comm, path):
     comm.Barrier()
 
 
+def test_a_rank_that_leaves_alone(comm, buf, path):
+    """One rank raises, the others wait for it no longer than `timeout`; all of them leave their parts."""
+    if comm.size == 1:
+        pytest.skip("two ranks")
+
+    def job(num_barriers, leaving):
+        with epcy.record(path, comm, timeout=1):
+            for _ in range(num_barriers):
+                buf.barrier()
+            if comm.rank in leaving:
+                raise KeyError("mine")
+
+    last = comm.size - 1
+    error = raised(lambda: job(1, {last}))
+    assert isinstance(error, KeyError if comm.rank == last else epcy.PeerTimeoutError)
+    comm.Barrier()
+    for num_barriers, leaving in ((1, None), (2, ()), (3, range(comm.size)), (4, ())):
+        if leaving is not None:  # what was written last is what is read
+            raised(lambda: job(num_barriers, leaving))  # noqa: B023
+            comm.Barrier()
+        found = read(path)
+        assert [call.op for call in found.calls] == ["barrier"] * num_barriers
+        comm.Barrier()
+
+
 def test_results_are_those_of_the_calls(comm, buf, path):
     x, idx, w = to_device(buf, inputs(buf, 1, 6))
     want = to_host(buf.dispatch(x, idx, w, out=True).recv_x)
