@@ -26,7 +26,7 @@ __all__ = ["Failure", "main", "play"]
 # Options of the recorded Buffer that a replay takes over.
 TAKEN = (
     "num_max_tokens_per_rank", "hidden", "num_experts", "num_topk", "dtype", "num_max_recv_tokens", "low_latency_mode",
-    "num_max_low_latency_tokens_per_rank", "num_sms", "check", "faults", "on_timeout",
+    "num_max_low_latency_tokens_per_rank", "num_sms", "check", "on_timeout",
 )  # fmt: skip
 
 
