@@ -89,6 +89,7 @@ def collect() -> dict[str, Any]:
         "ranks": _ranks(),
         "options": _options(),
         "unknown_variables": _unknown_variables(),
+        "nvshmem_variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith("NVSHMEM_")},
     }
 
 
@@ -120,6 +121,8 @@ def render(info: dict[str, Any]) -> str:
     unknown = info["unknown_variables"]
     if unknown:
         section("variables that no option reads", [(name, os.environ.get(name, "")) for name in unknown])
+    if info["nvshmem_variables"]:
+        section("variables that NVSHMEM reads", info["nvshmem_variables"].items())
     return "\n".join(lines) + "\n"
 
 
