@@ -24,7 +24,16 @@ sys.path.insert(0, str(ROOT))
 NOTE = "<!-- Written by docs/generate.py out of docstrings and the options table; run `make docs`. -->\n"
 
 # The modules whose public names (`__all__`) the page shows, after those of `epcy` itself.
-MODULES = ("epcy.stats", "epcy.metrics", "epcy.model", "epcy.topology", "epcy.options", "epcy.reference")
+MODULES = (
+    "epcy.recording",
+    "epcy.doctor",
+    "epcy.stats",
+    "epcy.metrics",
+    "epcy.model",
+    "epcy.topology",
+    "epcy.options",
+    "epcy.reference",
+)
 FIRST = ("Buffer", "Dispatch", "Combine", "Handle", "LowLatencyHandle", "Hook", "Event")
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from epcy.handle import Combine, Dispatch, Handle, LowLatencyHandle
     from epcy.kineto import bench_kineto
     from epcy.low_latency import Hook
+    from epcy.recording.recorder import record
     from epcy.startup import init
     from epcy.timeline import trace
 
@@ -60,6 +61,7 @@ __all__ = [
     "get_include",
     "init",
     "metrics",
+    "record",
     "trace",
 ]
 
@@ -74,6 +76,7 @@ _LAZY = {
     "LowLatencyHandle": "epcy.handle",
     "Hook": "epcy.low_latency",
     "bench_kineto": "epcy.kineto",
+    "record": "epcy.recording.recorder",
     "trace": "epcy.timeline",
     "cast_to_fp8": "epcy.fp8",
     "cast_from_fp8": "epcy.fp8",

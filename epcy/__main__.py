@@ -30,6 +30,30 @@ def top(arguments: argparse.Namespace) -> int:
         return 2
 
 
+def doctor(arguments: argparse.Namespace) -> int:
+    """Tell whether this machine, or this job, is set up as it should be."""
+    from epcy.doctor.report import main as examine
+    from epcy.errors import EpcyError
+
+    try:
+        return examine(arguments.json, arguments.strict, arguments.root)
+    except EpcyError as error:
+        sys.stderr.write(f"epcy: {error}\n")
+        return 2
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Replay a recording in a job that is started for it, or shrink it."""
+    from epcy import replay as jobs
+    from epcy.errors import EpcyError
+
+    try:
+        return jobs.main(arguments)
+    except EpcyError as error:
+        sys.stderr.write(f"epcy: {error}\n")
+        return 2
+
+
 def measure(arguments: argparse.Namespace) -> int:
     """Run `calibrate` or `tune`, on all ranks under mpiexec."""
     from mpi4py import MPI
@@ -84,6 +108,39 @@ def parser() -> argparse.ArgumentParser:
         "--status-dir", metavar="DIR", help="where the status pages are, if not in the usual folder"
     )
     command.set_defaults(run=top)
+    command = commands.add_parser(
+        "doctor",
+        help="whether this machine is set up as it should be, and what to do; under mpiexec, all ranks' machines",
+        epilog="exit status: 0, 1 where something fails (--strict: is not ok), 2 where a rank did not come",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON, with all that was read")
+    command.add_argument("--strict", action="store_true", help="a warning too makes the exit status 1")
+    command.add_argument(
+        "--root", default="/", metavar="DIR", help="read DIR/sys, DIR/proc, DIR/dev (%(default)s)"
+    )
+    command.set_defaults(run=doctor)
+    command = commands.add_parser(
+        "replay",
+        help="make the calls of a recording again in a job that this starts; or find the part of it that fails",
+        epilog="exit status: that of the replay; with --shrink 0, or 1 where it does not fail",
+    )
+    command.add_argument(
+        "file", metavar="FILE", help="what epcy.record wrote; of its parts, the name without .rankN"
+    )
+    command.add_argument("--shrink", action="store_true", help="try smaller and smaller ones that still fail")
+    command.add_argument("--output", metavar="FILE", help="where the smallest goes (FILE.shrunk.npz)")
+    command.add_argument("--ranks", type=int, metavar="N", help="how many (as recorded)")
+    command.add_argument(
+        "--backend", choices=("host", "nvshmem"), help="what moves the tokens (epcy's choice)"
+    )
+    command.add_argument("--launcher", metavar="WORDS", help="what starts ranks, before -n N (mpiexec)")
+    command.add_argument(
+        "--timeout", type=float, default=20.0, metavar="S", help="that a call may wait (%(default)s)"
+    )
+    command.add_argument(
+        "--seconds", type=float, default=300.0, metavar="S", help="for all of --shrink (%(default)s)"
+    )
+    command.set_defaults(run=replay)
     for name, text, seconds in (
         ("calibrate", "measure what buf.explain() predicts with, on this machine and so many ranks", 10.0),
         (

@@ -10,10 +10,11 @@ from posix.unistd cimport getpid
 import numpy as np
 
 from epcy.layout cimport epcy_default_num_rows, epcy_num_scales, epcy_shape
-from epcy.low_latency cimport LowLatencyCalls, close_range, open_range
+from epcy.low_latency cimport LowLatencyCalls
 from epcy.low_latency_checks cimport LowLatencyChecker
+from epcy.observers cimport close_range, is_recorded, open_range, recorded
 
-from epcy import backends, topology
+from epcy import backends, startup, topology
 from epcy.arrays import DTYPES
 from epcy.backends import bootstrap, cuda_sizes
 from epcy.backends.host import heap_layout
@@ -127,6 +128,7 @@ cdef class Buffer(LowLatencyCalls):
             parse_faults(values["faults"] or "")
             found = backends.find(values["backend"])
             values["backend"] = found[0]
+            startup.check(found[0], values)
             if values["num_sms"] is None:
                 values["num_sms"] = tuned(found[0], comm.Get_size(), values)
         except EpcyError as caught:
@@ -146,11 +148,18 @@ cdef class Buffer(LowLatencyCalls):
     def _construct(self, dict values, dict shape, error, found, timeout):
         """Agree with the other ranks and make the backend; what fails here fails on every rank."""
         identities = bootstrap.agree(self.comm, self._compared(values), error, timeout)
-        self.topology = topology.discover(self.comm)
-        if self.topology.num_nodes > 1:
+        self.topology = topology.discover(self.comm, values["num_max_nvl_peers"])
+        if self.topology.num_machines > 1:
             raise NotSupportedError(
-                f"comm: backend {found[0]!r} works inside one machine, the ranks lie on {self.topology.num_nodes} "
-                f"({', '.join(self.topology.hostnames)}); use a sub-communicator of Split_type(COMM_TYPE_SHARED)")
+                f"comm: backend {found[0]!r} works inside one machine, the ranks lie on {self.topology.num_machines} "
+                f"({', '.join(dict.fromkeys(self.topology.hostnames))}); use a sub-communicator of "
+                "Split_type(COMM_TYPE_SHARED)")
+        if self.topology.num_nodes > 1 and found[0] == "nvshmem":
+            raise NotSupportedError(
+                f"num_max_nvl_peers: {values['num_max_nvl_peers']} makes {self.topology.num_nodes} nodes of the "
+                f"{self.size} ranks, and this build has no path between nodes on GPUs; leave it out, or use "
+                "backend='host'")
+        startup.settle(found[0], values)
         self.backend, backend_class, self.xp = found
         values["num_max_recv_tokens"] = shape["num_rows"]
         values["num_max_low_latency_tokens_per_rank"] = shape["num_low_latency_tokens"] or None
@@ -334,6 +343,11 @@ cdef class Buffer(LowLatencyCalls):
         ArgumentError, CapacityError, MismatchError, PeerError, PeerTimeoutError, StateError
             See docs/errors.md.
         """
+        if is_recorded(self):
+            return recorded(self, "dispatch", self.dispatch, dict(
+                x=x, topk_idx=topk_idx, topk_weights=topk_weights, handle=handle, layout=layout,
+                expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens, num_sms=num_sms,
+                previous_event=previous_event, async_finish=async_finish, stream=stream, out=out, timeout=timeout))
         self.enter("dispatch")
         open_range("dispatch")
         try:
@@ -395,6 +409,10 @@ cdef class Buffer(LowLatencyCalls):
         ArgumentError, MismatchError, PeerError, PeerTimeoutError, StateError
             See docs/errors.md.
         """
+        if is_recorded(self):
+            return recorded(self, "combine", self.combine, dict(
+                x=x, handle=handle, topk_weights=topk_weights, bias=bias, num_sms=num_sms,
+                previous_event=previous_event, async_finish=async_finish, stream=stream, out=out, timeout=timeout))
         self.enter("combine")
         open_range("combine")
         try:
@@ -502,6 +520,8 @@ cdef class Buffer(LowLatencyCalls):
             Another rank is in another call.
         PeerError, PeerTimeoutError, StateError
         """
+        if is_recorded(self):
+            return recorded(self, "barrier", self.barrier, dict(timeout=timeout))
         self.enter("barrier")
         open_range("barrier")
         try:
@@ -585,7 +605,13 @@ cdef class Buffer(LowLatencyCalls):
         MismatchError, PeerError, PeerTimeoutError, StateError
         """
         self.enter("warmup")
-        self._busy = False
+        self._busy, self._unrecorded = False, True
+        try:
+            self._warm()
+        finally:
+            self._unrecorded = False
+
+    def _warm(self):
         self._backend.touch()
         with nullcontext() if self.xp is np else self.xp.cuda.Device(self.options["device"]):
             x, idx, weights = self.warm_tokens(self._num_max_tokens)

@@ -12,6 +12,7 @@ cdef class Handle:
     cdef readonly int64_t num_worst_tokens
     cdef readonly uint64_t epoch            # of its dispatch; equal on all ranks
     cdef public object error                # what check() raises, or None
+    cdef public object recorded             # by epcy.record: the recorder, and which of its calls this is of; or None
 
     cdef int64_t _num_recv_tokens(self) noexcept
     cpdef object expert_counts(self)

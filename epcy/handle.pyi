@@ -22,6 +22,7 @@ class Handle:
     @property
     def epoch(self) -> int: ...
     error: Exception | None
+    recorded: Any
     @property
     def num_recv_tokens(self) -> Any: ...
     @property

@@ -22,7 +22,7 @@ from typing import Any
 from epcy._version import __version__
 from epcy.topology import available_cpus
 
-__all__ = ["collect", "render"]
+__all__ = ["ask", "collect", "collect_basics", "find_mpiexec", "render"]
 
 SIMD = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "asimd", "sve")
 PACKAGES = "numpy ml_dtypes mpi4py mpich cupy-cuda13x nvidia-nvshmem-cu13 cuda-pathfinder".split()
@@ -64,13 +64,21 @@ print(json.dumps({}))
 IMPORT_PROBE = "import json, {module}; print(json.dumps(dict()))"
 
 
+def collect_basics() -> dict[str, Any]:
+    """Return versions, what built the modules, and the MPI library: what `python -m epcy doctor` shares.
+
+    Local, blocking: two child processes.
+    """
+    return {"versions": _versions(), "build": _build_record(), "mpi": _mpi()}
+
+
 def collect() -> dict[str, Any]:
     """Return everything that the report holds, as plain values that JSON takes.
 
     Local, blocking: a few child processes, a second or two. What the machine lacks raises nothing.
     """
     mpi = _mpi()
-    gpu = _probe(GPU_PROBE)
+    gpu = ask(GPU_PROBE)
     return {
         "versions": _versions(),
         "build": _build_record(),
@@ -81,6 +89,7 @@ def collect() -> dict[str, Any]:
         "ranks": _ranks(),
         "options": _options(),
         "unknown_variables": _unknown_variables(),
+        "nvshmem_variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith("NVSHMEM_")},
     }
 
 
@@ -112,6 +121,8 @@ def render(info: dict[str, Any]) -> str:
     unknown = info["unknown_variables"]
     if unknown:
         section("variables that no option reads", [(name, os.environ.get(name, "")) for name in unknown])
+    if info["nvshmem_variables"]:
+        section("variables that NVSHMEM reads", info["nvshmem_variables"].items())
     return "\n".join(lines) + "\n"
 
 
@@ -153,7 +164,7 @@ def _gib(num_bytes: int | None) -> str:
     return "?" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
 
 
-def _probe(code: str, timeout: float = 20.0) -> dict[str, Any]:
+def ask(code: str, timeout: float = 20.0) -> dict[str, Any]:
     """Run code in a child and return the JSON of its last line, or {"error": why not}."""
     try:
         done = subprocess.run(
@@ -192,10 +203,15 @@ def _build_record() -> dict[str, Any]:
         return {"error": "the extension modules were not built here"}
 
 
-def _mpi() -> dict[str, Any]:
-    found = _probe(MPI_PROBE)
+def find_mpiexec() -> str | None:
+    """Return the mpiexec on PATH, else the one beside this python. Local."""
     beside = Path(sys.executable).with_name("mpiexec")
-    mpiexec = shutil.which("mpiexec") or (str(beside) if os.access(beside, os.X_OK) else None)
+    return shutil.which("mpiexec") or (str(beside) if os.access(beside, os.X_OK) else None)
+
+
+def _mpi() -> dict[str, Any]:
+    found = ask(MPI_PROBE)
+    mpiexec = find_mpiexec()
     launcher = None
     if mpiexec is not None:
         try:
@@ -223,7 +239,7 @@ def _module(name: str) -> str | None:
             return f"{name} was not built"
     except (ImportError, ValueError) as error:
         return f"{name}: {error}"
-    return _probe(IMPORT_PROBE.format(module=name)).get("error")
+    return ask(IMPORT_PROBE.format(module=name)).get("error")
 
 
 def _verdict(reason: str | None) -> dict[str, Any]:
@@ -249,7 +265,7 @@ def _nvshmem(mpi: dict[str, Any], gpu: dict[str, Any]) -> dict[str, Any]:
         return _verdict(f"CuPy: {gpu['error']}")
     if not gpu["gpus"]:
         return _verdict("no GPU is visible" + (f" ({gpu['why']})" if gpu.get("why") else ""))
-    return _verdict(_probe(NVSHMEM_PROBE).get("error"))
+    return _verdict(ask(NVSHMEM_PROBE).get("error"))
 
 
 def _machine() -> dict[str, Any]:

@@ -5,10 +5,6 @@ from epcy.backends.low_latency cimport LowLatency
 from epcy.state cimport BufferState
 
 
-cdef int open_range(str name) except -1
-cdef int close_range() except -1
-
-
 cdef class LowLatencyCalls(BufferState):
     """The low-latency calls of a Buffer."""
 

@@ -1,11 +1,10 @@
 # cython: boundscheck=False, wraparound=False
 """The low-latency calls (decoding): fixed slots, no count exchange, no host wait on a GPU, hooks."""
 
-import os
-
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH, LowLatency
+from epcy.observers cimport close_range, is_recorded, open_range, recorded
 from epcy.state cimport BufferState
 
 from epcy.errors import StateError
@@ -13,26 +12,6 @@ from epcy.status import OPERATIONS
 
 OP_DISPATCH = OPERATIONS.index("low_latency_dispatch")
 OP_COMBINE = OPERATIONS.index("low_latency_combine")
-
-cdef object _domain = None      # NVTX's: where calls shall be ranges (epcy/ranges.py)
-
-
-def use_ranges(domain):
-    """Make calls ranges of this NVTX domain from now on; None: no more."""
-    global _domain
-    _domain = domain
-
-
-cdef int open_range(str name) except -1:
-    if _domain is not None:
-        _domain.push_range(_domain.get_event_attributes(message=name))
-    return 0
-
-
-cdef int close_range() except -1:
-    if _domain is not None:
-        _domain.pop_range()
-    return 0
 
 
 cdef class LowLatencyCalls(BufferState):
@@ -87,6 +66,11 @@ cdef class LowLatencyCalls(BufferState):
         """
         cdef LowLatencyDispatchCall call
         cdef bint only_send = return_recv_hook
+        if is_recorded(self):
+            return recorded(self, "low_latency_dispatch", self.low_latency_dispatch, dict(
+                x=x, topk_idx=topk_idx, topk_weights=topk_weights, use_fp8=use_fp8, round_scale=round_scale,
+                use_ue8m0=use_ue8m0, stats=stats, return_recv_hook=return_recv_hook, previous_event=previous_event,
+                async_finish=async_finish, stream=stream, timeout=timeout))
         self.enter_low_latency("low_latency_dispatch", LOW_LATENCY_DISPATCH, only_send)
         open_range("low_latency_dispatch")
         try:
@@ -156,6 +140,12 @@ cdef class LowLatencyCalls(BufferState):
         """
         cdef LowLatencyCombineCall call
         cdef bint only_send = return_recv_hook
+        if is_recorded(self):
+            return recorded(self, "low_latency_combine", self.low_latency_combine, dict(
+                x=x, topk_idx=topk_idx, topk_weights=topk_weights, handle=handle, reduction=reduction,
+                zero_copy=zero_copy, use_logfmt=use_logfmt, out=out, renormalize=renormalize,
+                return_recv_hook=return_recv_hook, previous_event=previous_event, async_finish=async_finish,
+                stream=stream, timeout=timeout))
         self.enter_low_latency("low_latency_combine", LOW_LATENCY_COMBINE, only_send)
         open_range("low_latency_combine")
         try:
@@ -253,11 +243,6 @@ cdef class LowLatencyCalls(BufferState):
         return state
 
 
-if "NVTX_INJECTION64_PATH" in os.environ:       # nsys sets it for what it starts
-    from epcy import ranges
-
-    ranges.follow(True)
-
 cdef class Hook:
     """Receives what a low-latency call with `return_recv_hook=True` only sent.
 
@@ -279,6 +264,8 @@ cdef class Hook:
         MismatchError, PeerTimeoutError, StateError
         """
         cdef Backend backend
+        if is_recorded(self.buffer):
+            return recorded(self.buffer, "hook", self, dict(timeout=timeout))
         self.buffer.enter("hook")
         open_range("hook")
         try:

@@ -9,7 +9,7 @@ import importlib.util
 import os
 from typing import Any
 
-from epcy.low_latency import use_ranges
+from epcy.observers import use_ranges
 
 __all__ = ["follow"]
 

@@ -2,14 +2,80 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import MutableMapping
 from typing import Any
 
 from epcy import backends
 from epcy.backends import bootstrap
-from epcy.errors import ArgumentError, EpcyError
+from epcy.errors import ArgumentError, EpcyError, StateError
 from epcy.options import BY_NAME, resolve
 
-__all__ = ["init"]
+__all__ = ["check", "init", "settle", "settled"]
+
+# What NVSHMEM reads when it starts, by rdma_transport. "ibrc" is its transport that a CPU thread drives, which also
+# stands behind IBGDA for what the GPU cannot do.
+TRANSPORTS = {
+    "auto": {},
+    "ibgda": {"NVSHMEM_IB_ENABLE_IBGDA": "1", "NVSHMEM_REMOTE_TRANSPORT": "ibrc"},
+    "proxy": {"NVSHMEM_IB_ENABLE_IBGDA": "0", "NVSHMEM_REMOTE_TRANSPORT": "ibrc"},
+}
+SETTINGS = ("num_qps_per_rank", "rdma_transport")
+QPS = "NVSHMEM_IBGDA_NUM_RC_PER_PE"
+_settled: dict[str, Any] | None = None  # the options that this process' NVSHMEM starts, or was started, with
+
+
+def check(
+    backend: str, options: dict[str, Any], environ: MutableMapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the variables that these options ask NVSHMEM to start with; none once it is settled.
+
+    Local. On the host backend there are none.
+
+    Raises
+    ------
+    ArgumentError
+        A variable of NVSHMEM's own, set by the user, says something else.
+    StateError
+        The process has other settings already.
+    """
+    environ = os.environ if environ is None else environ
+    if backend != "nvshmem":
+        return {}
+    if _settled is not None:
+        for name in SETTINGS:
+            if options[name] not in (_settled[name], BY_NAME[name].default):
+                raise StateError(
+                    f"{name}: expected {_settled[name]!r}, with which NVSHMEM was started in this process, got "
+                    f"{options[name]!r}; it starts once: give the same value to all Buffers, and to epcy.init() by "
+                    f"{BY_NAME[name].env}"
+                )
+        return {}
+    variables = dict(TRANSPORTS[options["rdma_transport"]])
+    if options["num_qps_per_rank"] is not None:
+        variables[QPS] = str(options["num_qps_per_rank"])
+    for variable, text in variables.items():
+        if environ.get(variable, text) != text:
+            name = "num_qps_per_rank" if variable == QPS else "rdma_transport"
+            raise ArgumentError(
+                f"{name}: {options[name]!r} means {variable}={text}, and the environment has {environ[variable]!r}; "
+                "leave one of them out"
+            )
+    return variables
+
+
+def settle(backend: str, options: dict[str, Any], environ: MutableMapping[str, str] | None = None) -> None:
+    """Set what `check` returns, for good: NVSHMEM starts right after. Local; raises what `check` raises."""
+    global _settled
+    environ = os.environ if environ is None else environ
+    environ.update(check(backend, options, environ))
+    if backend == "nvshmem" and _settled is None:
+        _settled = {name: options[name] for name in SETTINGS}
+
+
+def settled() -> dict[str, Any]:
+    """Return what this process has settled: num_qps_per_rank and rdma_transport; empty where nothing is. Local."""
+    return dict(_settled or {})
 
 
 def init(comm: Any = None, heap_bytes: int | None = None, *, device: int | None = None) -> None:
@@ -46,6 +112,7 @@ def init(comm: Any = None, heap_bytes: int | None = None, *, device: int | None 
         ):
             raise ArgumentError(f"heap_bytes: expected a whole number of bytes, got {heap_bytes!r}")
         backends.find("nvshmem")
+        check("nvshmem", values)
     except EpcyError as caught:
         error = caught
     timeout = values.get("timeout", BY_NAME["timeout"].default)
@@ -54,6 +121,7 @@ def init(comm: Any = None, heap_bytes: int | None = None, *, device: int | None 
 
     from epcy.backends import symmetric
 
+    settle("nvshmem", values)
     symmetric.start(
         copy, symmetric.choose_device(values["device"], identities, copy.rank), heap_bytes, timeout
     )

@@ -12,6 +12,7 @@ cdef class BufferState:
     cdef int _pid                           # of the process that made it
     cdef bint _busy                         # a call is in progress (in some thread)
     cdef bint _freed
+    cdef bint _unrecorded                   # epcy.record leaves out what is called now
 
     cdef int enter(self, str name) except -1
     cdef int leave(self) except -1

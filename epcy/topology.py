@@ -35,6 +35,7 @@ class Topology:
         The cores that the ranks of each node may run on together; virtual nodes of one machine share them.
     is_virtual : bool
         Whether some machine holds several nodes.
+    num_machines : int
     """
 
     rank: int
@@ -42,6 +43,7 @@ class Topology:
     hostnames: tuple[str, ...]
     cpus_per_node: tuple[int, ...]
     is_virtual: bool = False
+    num_machines: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -172,4 +174,5 @@ def discover(comm: MPI.Intracomm, num_max_nvl_peers: int | None = None) -> Topol
         hostnames=tuple(hostnames),
         cpus_per_node=tuple(len(cpus[machine]) for machine in machine_of_node),
         is_virtual=len(members) > len(seen),
+        num_machines=len(seen),
     )

@@ -164,6 +164,10 @@ def run_on_host(
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line on rank 0, measure on all ranks; return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "replay":
+        from epcy.bench import replay
+
+        return replay.main(argv[1:])
     comm = MPI.COMM_WORLD
     given: Arguments | None = None
     status, backend = 0, ""

@@ -21,6 +21,7 @@ EPILOG = """\
 times are the maximum over ranks, of the Python call on the host backend and between CUDA events on nvshmem; wire: GB/s
 of rows that leave for another rank, one for each (token, distinct rank); moved: GB/s of all rows, read once and
 written once, and its share of memcpy's rate; #wrong: rows that differ from epcy.reference on fresh data.
+another command: python -m epcy.bench replay FILE makes the calls of a recording again (replay --help).
 example: mpiexec -n 2 python -m mpi4py -m epcy.bench roundtrip -b 8 -e 1024 -f 2 --baseline"""
 
 

@@ -69,7 +69,8 @@ def test_intercommunicator(comm, backend):
 DIFFERENT = {
     "low_latency_mode": True,
     "num_max_low_latency_tokens_per_rank": 3,
-    "allow_nvlink_for_low_latency_mode": False,
+    "allow_nvlink_for_low_latency_mode": False, "num_max_nvl_peers": 999,
+    "num_qps_per_rank": 3, "rdma_transport": "proxy",
     "num_max_tokens_per_rank": 5, "hidden": 128, "num_topk": 2, "dtype": "float32", "num_max_recv_tokens": 77,
     "timeout": 9.0, "num_sms": 2, "preinitialize": True, "spin_us": 3.0, "on_timeout": "mask", "check": True,
 }  # fmt: skip

@@ -65,6 +65,12 @@ def test_a_wrong_variable_is_told_and_hides_nothing():
     assert options["num_sms"]["value"] == 2
 
 
+def test_variables_of_nvshmem():
+    env = {"NVSHMEM_IBGDA_NUM_RC_PER_PE": "4"}
+    assert json.loads(run("--json", **env).stdout)["nvshmem_variables"].items() >= env.items()
+    assert "NVSHMEM_IBGDA_NUM_RC_PER_PE  4" in run(**env).stdout
+
+
 def test_without_mpi_library(fake):
     package = fake(
         "mpi4py", "class rc: pass\ndef __getattr__(name): raise ImportError('cannot load MPI library')\n"
