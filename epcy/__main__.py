@@ -47,11 +47,9 @@ def measure(arguments: argparse.Namespace) -> int:
     try:
         if arguments.command == "calibrate":
             for operation, c in calibrate.calibrate(comm, arguments.backend, arguments.seconds).items():
-                say(
-                    f"{operation}: {c.fixed_us:.1f} us a call, {c.lane_ns:.2f} ns a lane, "
-                    f"{c.small_gbps:.2f} GB/s up to {c.small_bytes / 1e6:.1f} MB, "
-                    f"{c.large_gbps:.2f} GB/s from {c.large_bytes / 1e6:.1f} MB on"
-                )
+                rates = ", ".join(f"{g:.1f} ({n / 1e6:.1f} MB)" for n, g in zip(c.sizes_bytes, c.gbps, strict=True))
+                cast = f", {c.element_ps:.0f} ps an element cast to fp8" if c.element_ps else ""
+                say(f"{operation}: {c.fixed_us:.1f} us a call, {c.lane_ns:.2f} ns a lane{cast}; GB/s: {rates}")
         else:
             sizes = {"hidden": arguments.hidden, "num_experts": arguments.experts, "num_topk": arguments.topk}
             tune.tune(
@@ -85,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=top)
     for name, text, seconds in (
-        ("calibrate", "measure what buf.explain() predicts with, on this machine and so many ranks", 10.0),
+        ("calibrate", "measure what buf.explain() predicts with, on this machine and so many ranks", 20.0),
         (
             "tune",
             "find the num_sms with which calls of a shape are fastest; Buffers use it from then on",

@@ -199,6 +199,7 @@ cdef class HostBackend(Backend):
     cdef Heap heap
     cdef object page, page_path, __weakref__
     cdef uint64_t num_resets
+    cdef int num_threads                # of a call, now
     cdef int reset_round                # 0: no reset() is half done; else the round to go on with
 
     cdef object open_status(self, directory)
