@@ -128,8 +128,8 @@ cdef class Buffer(LowLatencyCalls):
             parse_faults(values["faults"] or "")
             found = backends.find(values["backend"])
             values["backend"] = found[0]
-            if values["num_sms"] is None:
-                values["num_sms"] = tuned(found[0], comm.Get_size(), values)
+            for name, best in tuned(found[0], comm.Get_size(), values).items():
+                values[name] = best
             if values["num_sms"] is None:
                 known = model.all_stored(found[0], comm.Get_size(), 1)
         except EpcyError as caught:
@@ -682,6 +682,13 @@ cdef class Buffer(LowLatencyCalls):
         """How many could be of use to one. Local, does not block."""
         cores = min(self.topology.cpus_per_node) // max(self.topology.ranks_per_node)
         return self._backend.most_sms(op, layout, max(1, cores))
+
+    def _use_knobs(self, **values):
+        """Take other values of the options that `epcy.tune.KNOBS` names, from now on. Local, does not block."""
+        if "num_sms" in values:
+            self.set_num_sms(values.pop("num_sms"))
+        self.options.update(values)
+        self._backend.use_knobs(self.options)
 
     def _use_usual_sms(self):
         """Let calls take what the backend chooses, whatever was measured. Local, does not block."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 
 from epcy import measured
@@ -15,13 +16,17 @@ from epcy.model import Constants, Load, load_of, predict, rate_gbps
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    import epcy
+
 __all__ = ["Kind", "Times", "calibrate", "time_calls"]
 
 HIDDEN, NUM_TOPK, EXPERTS_A_RANK = 2048, 8, 16
 THIN_HIDDEN, THIN_TOKENS = 64, 2048  # rows of few bytes: what they take is lanes
 WAKE_TOKENS = 64  # of thin rows: enough that they are shared among threads
-SIZES_BYTES = (3 << 16, 3 << 18, 3 << 20, 3 << 22, 3 << 24)  # of all rows of a call
-SMS_BYTES = SIZES_BYTES[-2]  # at which the number of SMs is changed
+# Of all rows of a call. A dispatch of the host backend goes another way from `stream_bytes` on: a size on either side.
+SIZES_BYTES = (3 << 16, 3 << 18, 3 << 20, 3 << 22, 3 << 23, 3 << 24)
+BESIDE = (0.985, 1.0)
+SMS_BYTES = SIZES_BYTES[-3]  # at which the number of SMs is changed
 SLOT_TOKENS = (3, 12, 48, 192, 256)  # of the low-latency mode; the last is its limit
 PASSES = 3  # over all points of a Buffer; the best counts: other work on the machine comes and goes
 FP8_ROW_BYTES = HIDDEN + HIDDEN // 128 * 4
@@ -56,7 +61,7 @@ def calls_of(buf: Any, kind: Kind, num_tokens: int, num_topk: int) -> dict[str, 
     """Return what to time of a kind of calls, by subject: random routing, output as experts leave it. Collective."""
     xp, rng = buf.xp, np.random.default_rng([7, buf.rank])
     num_experts, hidden = buf.options["num_experts"], buf.options["hidden"]
-    x = xp.asarray(rng.random((num_tokens, hidden), np.float32).astype(np.float16))
+    x = xp.asarray(rng.random((num_tokens, hidden), np.float32).astype(ml_dtypes.bfloat16))
     idx = xp.asarray(np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :num_topk].astype(np.int64))
     weights = xp.ones((num_tokens, num_topk), np.float32)
     area: list[Any] = []
@@ -64,7 +69,7 @@ def calls_of(buf: Any, kind: Kind, num_tokens: int, num_topk: int) -> dict[str, 
     if not kind.is_low_latency:
         first = buf.dispatch(x, idx, weights, layout=kind.layout)
         handle, scale = first.handle, weights if kind.layout == "expert" else None
-        rows = xp.ones(first.recv_x.shape, np.float16)
+        rows = xp.ones(first.recv_x.shape, ml_dtypes.bfloat16)
 
         def fill() -> None:
             area[:] = [buf.combine_input(handle)]
@@ -94,9 +99,9 @@ def calls_of(buf: Any, kind: Kind, num_tokens: int, num_topk: int) -> dict[str, 
 
 
 def time_calls(buf: Any, kind: Kind, num_tokens: int, num_topk: int, seconds: float, warmup: int = 3) -> Times:
-    """Return the median microseconds of a dispatch and of a combine of random routing, the slowest rank's.
+    """Return the microseconds of a dispatch and of a combine of random routing, the slowest rank's.
 
-    Collective, blocking, for about `seconds`; the number of rounds is the same on all ranks.
+    The tenth percentile: what they take where other work on the machine leaves them alone. Collective, blocking, for about `seconds`; the number of rounds is the same on all ranks.
     """
 
     def rounds(timed: Timed, num_rounds: int) -> list[float]:
@@ -117,7 +122,7 @@ def time_calls(buf: Any, kind: Kind, num_tokens: int, num_topk: int, seconds: fl
         each = buf.comm.allreduce(time.perf_counter() - start) / buf.size / 3
         us = rounds(timed, max(5, min(300, int(seconds / 2 / max(each, 1e-6)))))
         slowest = np.array(buf.comm.allgather(us)).max(axis=0)  # a round is as long as on its slowest rank
-        found[subject] = float(np.median(slowest))
+        found[subject] = float(np.percentile(slowest, 10))
     return found
 
 
@@ -152,93 +157,103 @@ def calibrate(
     ArgumentError
         A file in the cache folder that is none of epcy's.
     """
-    import epcy
-
-    run = Calibration(comm, seconds / 30 / PASSES, step)
-    for kinds, is_low_latency in ((HIGH_THROUGHPUT, False), ((LOW_LATENCY,), True)):
-        for hidden in (THIN_HIDDEN, HIDDEN):
-            most = SLOT_TOKENS[-1] if is_low_latency else run.most_tokens(hidden)
-            with epcy.Buffer(
-                comm, num_max_tokens_per_rank=most, hidden=hidden, num_experts=run.num_experts, num_topk=NUM_TOPK,
-                num_max_recv_tokens=most * NUM_TOPK * 3 // 2 + 1024, dtype="float16", backend=backend,
-                low_latency_mode=is_low_latency, preinitialize=True,
-            ) as buf:  # fmt: skip
-                backend, num_nodes = buf.backend, buf.topology.num_nodes
-                buf._use_usual_sms()
-                for _ in range(PASSES):
-                    for kind in kinds:
-                        run.measure(buf, kind)
+    run = Calibration(comm, backend, seconds / 34 / PASSES, step)
+    for _ in range(PASSES):
+        for kind in (*HIGH_THROUGHPUT, LOW_LATENCY):
+            run.measure(kind)
     found = {subject: constants_of(points, run.usual.get(subject, 1)) for subject, points in run.points.items()}
     if comm.rank == 0:
         for subject, constants in found.items():
-            key = measured.key_of(str(backend), comm.size, num_nodes, subject)
+            key = measured.key_of(str(run.backend), comm.size, run.num_nodes, subject)
             measured.put("calibration", key, asdict(constants))
     return found
 
 
 class Calibration:
-    """What is measured, by subject."""
+    """What is measured, by subject. Each point has a Buffer of its size: how much memory there is has its say."""
 
-    def __init__(self, comm: MPI.Intracomm, seconds: float, step: Callable[[str], object]) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, backend: str | None, seconds: float, step: Callable[[str], object]
+    ) -> None:
         """`seconds`: of each point."""
-        self.num_ranks, self.num_experts = comm.size, EXPERTS_A_RANK * comm.size
-        self.seconds, self.step = seconds, step
+        self.comm, self.backend, self.seconds, self.step = comm, backend, seconds, step
+        self.num_experts, self.num_nodes = EXPERTS_A_RANK * comm.size, 1
         self.points: dict[str, Points] = {}
         self.usual: dict[str, int] = {}  # SMs
 
     def load(self, subject: str, hidden: int, num_tokens: int) -> Load:
-        return load_of(subject, num_tokens, self.num_ranks, self.num_experts, NUM_TOPK, hidden * 2)
+        return load_of(subject, num_tokens, self.comm.size, self.num_experts, NUM_TOPK, hidden * 2)
 
-    def tokens_of(self, subject: str, num_bytes: int) -> int:
+    def tokens_of(self, subject: str, num_bytes: float) -> int:
         return max(1, round(num_bytes / self.load(subject, HIDDEN, 1).num_bytes))
 
-    def most_tokens(self, hidden: int) -> int:
-        return THIN_TOKENS if hidden == THIN_HIDDEN else self.tokens_of("dispatch", SIZES_BYTES[-1])
+    def buffer(self, kind: Kind, hidden: int, num_tokens: int) -> epcy.Buffer:
+        """Make a Buffer for calls of so many tokens. Collective, blocking."""
+        import epcy
 
-    def take(self, buf: Any, kind: Kind, name: str, num_tokens: int) -> None:
-        """Measure one point of both subjects."""
+        most = max(num_tokens, 1)
+        rows = most * NUM_TOPK * 5 // 4 + 1024 if kind.layout == "expert" else most * self.comm.size
+        buf = epcy.Buffer(
+            self.comm, num_max_tokens_per_rank=most, hidden=hidden, num_experts=self.num_experts, num_topk=NUM_TOPK,
+            num_max_recv_tokens=rows, dtype="bfloat16", backend=self.backend, low_latency_mode=kind.is_low_latency,
+            preinitialize=True,
+        )  # fmt: skip
+        self.backend, self.num_nodes = buf.backend, buf.topology.num_nodes
+        buf._use_usual_sms()
+        return buf
+
+    def take(self, buf: epcy.Buffer, kind: Kind, name: str, num_tokens: int) -> None:
+        """Measure one point of both subjects, and keep it where no earlier pass was faster. Collective, blocking."""
         self.step(f"{kind.there}, {name}")
         hidden = buf.options["hidden"]
         for subject, us in time_calls(buf, kind, num_tokens, NUM_TOPK, self.seconds).items():
-            self.keep(subject, name, self.load(subject, hidden, num_tokens), us)
+            load = self.load(subject, hidden, num_tokens)
+            if kind.use_fp8:
+                if subject == kind.back:
+                    continue
+                load = replace(load, row_bytes=FP8_ROW_BYTES, num_cast=num_tokens * hidden)
+            points = self.points.setdefault(subject, {})
+            points[name] = load, min(us, points[name][1] if name in points else us)
 
-    def keep(self, subject: str, name: str, load: Load, us: float) -> None:
-        """Keep the time of a point, or that of an earlier pass."""
-        points = self.points.setdefault(subject, {})
-        points[name] = load, min(us, points[name][1] if name in points else us)
-
-    def measure(self, buf: Any, kind: Kind) -> None:
-        """Measure the points that a Buffer's hidden size is for."""
-        is_thin = buf.options["hidden"] == THIN_HIDDEN
-        most = {op: buf._most_sms(op, kind.layout) for op in ("dispatch", "combine")}
-        num_sms = 0 if kind.is_low_latency else max(most.values())
-        if is_thin:
-            self.take(buf, kind, "thin", SLOT_TOKENS[-1] if kind.is_low_latency else THIN_TOKENS)
-            if num_sms > 1:
-                self.take(buf, kind, "asleep", WAKE_TOKENS)
-                self.take_with(buf, kind, "awake", WAKE_TOKENS, num_sms)
-            return
-        self.take(buf, kind, "fixed", 0)
-        sizes = SLOT_TOKENS[:-1] if kind.is_low_latency else [self.tokens_of(kind.there, b) for b in SIZES_BYTES]
-        for num_tokens in sizes:
-            self.take(buf, kind, f"{num_tokens} tokens", num_tokens)
-        if kind.is_low_latency:
-            self.step("low_latency_dispatch, fp8")
-            us = time_calls(buf, replace(kind, use_fp8=True), sizes[-1], NUM_TOPK, self.seconds)
-            load = replace(self.load(kind.there, HIDDEN, sizes[-1]), row_bytes=FP8_ROW_BYTES, num_cast=sizes[-1] * HIDDEN)
-            self.keep(kind.there, "cast", load, us[kind.there])
-            return
-        for subject, op in ((kind.there, "dispatch"), (kind.back, "combine")):
-            self.usual[subject] = buf._num_blocks(op, kind.layout)
-        if num_sms > 1:
-            few = 1 if buf.xp is np else max(4, self.num_ranks)
-            for name, number in (("few", few), ("many", num_sms)):
-                self.take_with(buf, kind, f"{name} {number}", self.tokens_of(kind.there, SMS_BYTES), number)
-
-    def take_with(self, buf: Any, kind: Kind, name: str, num_tokens: int, num_sms: int) -> None:
+    def take_with(self, buf: epcy.Buffer, kind: Kind, name: str, num_tokens: int, num_sms: int) -> None:
         buf.set_num_sms(num_sms)
         self.take(buf, kind, name, num_tokens)
         buf._use_usual_sms()
+
+    def measure(self, kind: Kind) -> None:
+        """Measure all points of a kind once. Collective, blocking."""
+        thin_tokens = SLOT_TOKENS[-1] if kind.is_low_latency else THIN_TOKENS
+        with self.buffer(kind, THIN_HIDDEN, thin_tokens) as buf:
+            jump, is_host = buf.options["stream_bytes"], buf.xp is np
+            num_sms = max(buf._most_sms(op, kind.layout) for op in ("dispatch", "combine"))
+            if not kind.is_low_latency:
+                self.usual[kind.there] = buf._num_blocks("dispatch", kind.layout)
+                self.usual[kind.back] = buf._num_blocks("combine", kind.layout)
+            self.take(buf, kind, "thin", thin_tokens)
+            changes_sms = num_sms > 1 and not kind.is_low_latency
+            if changes_sms:
+                self.take(buf, kind, "asleep", WAKE_TOKENS)
+                self.take_with(buf, kind, "awake", WAKE_TOKENS, num_sms)
+        with self.buffer(kind, HIDDEN, 0) as buf:
+            self.take(buf, kind, "fixed", 0)
+        for num_tokens in self.sizes(kind, jump):
+            with self.buffer(kind, HIDDEN, num_tokens) as buf:
+                self.take(buf, kind, f"{num_tokens} tokens", num_tokens)
+                if kind.is_low_latency and num_tokens == SLOT_TOKENS[-2]:
+                    self.take(buf, replace(kind, use_fp8=True), "cast", num_tokens)
+                if changes_sms and num_tokens == self.tokens_of(kind.there, SMS_BYTES):
+                    few = 1 if is_host else max(4, self.comm.size)
+                    for name, number in (("few", few), ("many", num_sms)):
+                        self.take_with(buf, kind, f"{name} {number}", num_tokens, number)
+
+    def sizes(self, kind: Kind, jump: int | None) -> Sequence[int]:
+        """Return the tokens of the calls that rates are measured at, ascending. Local."""
+        if kind.is_low_latency:
+            return SLOT_TOKENS[:-1]
+        rows = NUM_TOPK if kind.layout == "expert" else min(NUM_TOPK, self.comm.size)  # as the kernel counts them
+        beside = () if jump is None else (round(share * jump / rows / HIDDEN / 2) for share in BESIDE)
+        sizes = [self.tokens_of(kind.there, num_bytes) for num_bytes in SIZES_BYTES]
+        return sorted({*sizes, *(n for n in beside if sizes[0] < n < sizes[-1])})
 
 
 def constants_of(points: Points, usual_sms: int) -> Constants:

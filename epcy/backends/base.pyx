@@ -255,6 +255,9 @@ cdef class Backend:
         """Let calls use so much of the machine from now on; None: the backend's own choice."""
         raise NotImplementedError
 
+    def use_knobs(self, dict options):
+        """Take from now on what the options say of how a call goes about its work; nothing where only num_sms does."""
+
     def num_blocks(self, str op, str layout):
         """How much of the machine a "dispatch" or "combine" takes now."""
         raise NotImplementedError

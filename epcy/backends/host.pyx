@@ -113,6 +113,9 @@ cdef class HostBackend(Backend):
         error = None
         if code:
             error = HeapError(f"num_sms: could not start {options['num_sms']} threads ({os.strerror(code)})")
+        options["stream_bytes"] = EPCY_STREAM_BYTES if options["stream_bytes"] is None else options["stream_bytes"]
+        options["chunk_tokens"] = options["chunk_tokens"] or EPCY_CHUNK_TOKENS
+        self.use_knobs(options)
         if self.meter is not None:
             self.h.meter = self.meter.m
         error = self.open_status(options["status_dir"]) or error
@@ -140,6 +143,10 @@ cdef class HostBackend(Backend):
             raise HeapError(f"num_sms: could not start {num_sms} threads ({os.strerror(code)}; rank {self.rank}); "
                             "give fewer")
         self.num_threads = num_sms or 1
+
+    def use_knobs(self, dict options):
+        """Take from now on what the options say of how a call goes about its work."""
+        self.h.stream_bytes, self.h.chunk_tokens = options["stream_bytes"], options["chunk_tokens"]
 
     def num_blocks(self, str op, str layout):
         """How many threads a call has now."""

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import epcy
 from epcy import backends
-from epcy.bench import arguments, cases, checking, environment, first_call, measure, suites, table
+from epcy.bench import arguments, cases, checking, environment, first_call, measure, prediction, suites, table
 from epcy.bench.arguments import Arguments
 from epcy.bench.workload import BUFFER_DTYPES, Shape, draw_inputs
 
@@ -44,6 +44,8 @@ def measure_line(
             beside = table.baseline_figures(BASELINE, baseline_times, times.us_p50)
             if expected is not None:
                 baseline_wrong = comm.allreduce(checking.check_baseline(exchange, expected, case))
+        if given.predict:
+            beside |= prediction.predict(buf, given, case, num_tokens, times.us_p50)
         backend, num_sms = buf.backend, buf.num_sms
     return table.Row(
         case=case,
@@ -90,6 +92,8 @@ def make_buffer(comm: MPI.Intracomm, given: Arguments, shape: Shape) -> epcy.Buf
 
 def refuse_what_is_missing(given: Arguments, backend: str) -> None:
     """Raise NotSupportedError for what this build or this backend does not have."""
+    if given.predict:
+        prediction.refuse_what_has_none(given)
     if given.mode == "ll" and not LOW_LATENCY:
         raise epcy.NotSupportedError("--mode ll: low-latency calls are not there yet; leave --mode out (ht)")
     if backend == "host" and (given.graph or given.suite == "figures"):
@@ -144,6 +148,7 @@ def run_on_host(
             else:
                 rows.append(measure_line(comm, given, case, num_tokens, memcpy_gbps))
             say(table.line(rows[-1]) + table.notes(rows[-1]))
+    say(prediction.summary(rows))
     if comm.rank == 0:
         if given.json is not None:
             with open(given.json, "w", encoding="utf-8") as file:

@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 import epcy
-from epcy.bench import device_table, environment, links, nccl, table
+from epcy.bench import device_table, environment, links, nccl, prediction, table
 from epcy.bench.arguments import Arguments
 from epcy.bench.lines import Bench
 
@@ -55,6 +55,7 @@ def run(
                 if comm.rank == 0 and given.json is not None:
                     write(given.json, env, rates, rows)
                 free_pool(backend)
+        say(prediction.summary(rows))
         bench.close()  # after an exception the other ranks may be anywhere: nothing collective then
         if comm.rank == 0 and given.plot is not None:
             from epcy.bench import plot

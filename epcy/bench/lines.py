@@ -7,7 +7,7 @@ from typing import Any
 from mpi4py import MPI
 
 import epcy
-from epcy.bench import first_call, overlap, table
+from epcy.bench import first_call, overlap, prediction, table
 from epcy.bench.arguments import Arguments
 from epcy.bench.clocks import EventClock, GraphClock, HostClock, Measured, time_work
 from epcy.bench.cupy_baseline import CupyExchange
@@ -90,6 +90,8 @@ class Bench:
             work = WORKS[case](calls, sets, **how)
             measured = time(work)
             beside = self._baselines(buf, given, case, sets, measured.times.us_p50)
+        if given.predict:
+            beside |= prediction.predict(buf, given, case, num_tokens, measured.times.us_p50)
         buf.check()
         in_array = not gives_back and not work.from_heap
         return table.Row(

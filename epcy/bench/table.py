@@ -73,6 +73,10 @@ class Row:
     preinitialized_us: float | None = None
     warmup_us: float | None = None
     baselines: tuple[dict[str, Any], ...] = ()
+    # with --predict: what the model says, its error as a share of us_p50, and the terms
+    predicted_us: float | None = None
+    prediction_error: float | None = None
+    predicted_terms_us: dict[str, float] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return what the JSON file holds: microseconds and GB/s to four digits, nothing hidden by more."""
@@ -161,6 +165,17 @@ def line(row: Row) -> str:
 
 def notes(row: Row) -> str:
     """Return what a row says beside its line: comment lines, or nothing."""
+    return _prediction(row) + _more(row)
+
+
+def _prediction(row: Row) -> str:
+    if row.predicted_us is None or row.predicted_terms_us is None:
+        return ""
+    terms = ", ".join(f"{name} {_short(us)}" for name, us in row.predicted_terms_us.items())
+    return f"#   predicted {_short(row.predicted_us)} us ({row.prediction_error:+.0%} of the median): {terms}\n"
+
+
+def _more(row: Row) -> str:
     if row.hidden_share is not None:
         return (
             f"#   us a call: in sequence {_short(row.us_sequence_p50)}, overlapped {_short(row.us_p50)}, communication "
