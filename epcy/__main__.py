@@ -41,7 +41,9 @@ class Progress:
                 from tqdm import tqdm
             except ImportError:
                 return
-            self.bar = tqdm(total=seconds, unit="s", bar_format="{desc:<32} |{bar}| {n:.0f} of {total:.0f} s", leave=False)
+            self.bar = tqdm(
+                total=seconds, unit="s", bar_format="{desc:<32} |{bar}| {n:.0f} of {total:.0f} s", leave=False
+            )
 
     def step(self, text: str) -> None:
         if self.bar is not None:
@@ -79,7 +81,9 @@ def measure(arguments: argparse.Namespace) -> int:
         if arguments.command == "calibrate":
             found = calibrate.calibrate(comm, arguments.backend, arguments.seconds, progress.step)
             for subject, c in found.items():
-                rates = ", ".join(f"{g:.1f} ({n / 1e6:.1f} MB)" for n, g in zip(c.sizes_bytes, c.gbps, strict=True))
+                rates = ", ".join(
+                    f"{g:.1f} ({n / 1e6:.1f} MB)" for n, g in zip(c.sizes_bytes, c.gbps, strict=True)
+                )
                 cast = f", {c.element_ps:.0f} ps an element cast to fp8" if c.element_ps else ""
                 say(f"{subject}: {c.fixed_us:.1f} us a call, {c.lane_ns:.2f} ns a lane{cast}; GB/s: {rates}")
         else:

@@ -29,7 +29,13 @@ class Buffer(LowLatencyCalls):
     def num_sms(self) -> int: ...
     def set_num_sms(self, num_sms: int | None) -> None: ...
     def explain(
-        self, op: str, num_tokens: int, *, dtype: str | None = None, layout: str = "rank", num_sms: int | None = None
+        self,
+        op: str,
+        num_tokens: int,
+        *,
+        dtype: str | None = None,
+        layout: str = "rank",
+        num_sms: int | None = None,
     ) -> Explanation: ...
     def __init__(
         self,

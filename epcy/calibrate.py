@@ -65,6 +65,7 @@ def calls_of(buf: Any, kind: Kind, num_tokens: int, num_topk: int) -> dict[str, 
     idx = xp.asarray(np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :num_topk].astype(np.int64))
     weights = xp.ones((num_tokens, num_topk), np.float32)
     area: list[Any] = []
+    out = xp.empty(x.shape, ml_dtypes.bfloat16)  # kept: memory that is new would be timed too
 
     if not kind.is_low_latency:
         first = buf.dispatch(x, idx, weights, layout=kind.layout)
@@ -77,7 +78,7 @@ def calls_of(buf: Any, kind: Kind, num_tokens: int, num_topk: int) -> dict[str, 
 
         return {
             kind.there: Timed(lambda: None, lambda: buf.dispatch(x, idx, weights, layout=kind.layout).event),
-            kind.back: Timed(fill, lambda: buf.combine(area[0], handle, scale).event),
+            kind.back: Timed(fill, lambda: buf.combine(area[0], handle, scale, out=out).event),
         }
 
     def dispatch() -> Any:
@@ -94,11 +95,15 @@ def calls_of(buf: Any, kind: Kind, num_tokens: int, num_topk: int) -> dict[str, 
 
     return {
         kind.there: Timed(lambda: None, lambda: dispatch()[3]),
-        kind.back: Timed(bring, lambda: buf.low_latency_combine(area[0], None, None, area[1], zero_copy=True)[1]),
+        kind.back: Timed(
+            bring, lambda: buf.low_latency_combine(area[0], None, None, area[1], zero_copy=True, out=out)[1]
+        ),
     }
 
 
-def time_calls(buf: Any, kind: Kind, num_tokens: int, num_topk: int, seconds: float, warmup: int = 3) -> Times:
+def time_calls(
+    buf: Any, kind: Kind, num_tokens: int, num_topk: int, seconds: float, warmup: int = 3
+) -> Times:
     """Return the microseconds of a dispatch and of a combine of random routing, the slowest rank's.
 
     The tenth percentile: what they take where other work on the machine leaves them alone. Collective, blocking, for about `seconds`; the number of rounds is the same on all ranks.
@@ -161,7 +166,9 @@ def calibrate(
     for _ in range(PASSES):
         for kind in (*HIGH_THROUGHPUT, LOW_LATENCY):
             run.measure(kind)
-    found = {subject: constants_of(points, run.usual.get(subject, 1)) for subject, points in run.points.items()}
+    found = {
+        subject: constants_of(points, run.usual.get(subject, 1)) for subject, points in run.points.items()
+    }
     if comm.rank == 0:
         for subject, constants in found.items():
             key = measured.key_of(str(run.backend), comm.size, run.num_nodes, subject)
@@ -250,7 +257,9 @@ class Calibration:
         """Return the tokens of the calls that rates are measured at, ascending. Local."""
         if kind.is_low_latency:
             return SLOT_TOKENS[:-1]
-        rows = NUM_TOPK if kind.layout == "expert" else min(NUM_TOPK, self.comm.size)  # as the kernel counts them
+        rows = (
+            NUM_TOPK if kind.layout == "expert" else min(NUM_TOPK, self.comm.size)
+        )  # as the kernel counts them
         beside = () if jump is None else (round(share * jump / rows / HIDDEN / 2) for share in BESIDE)
         sizes = [self.tokens_of(kind.there, num_bytes) for num_bytes in SIZES_BYTES]
         return sorted({*sizes, *(n for n in beside if sizes[0] < n < sizes[-1])})
@@ -278,9 +287,11 @@ def constants_of(points: Points, usual_sms: int) -> Constants:
         load, us = points["cast"]
         rest_us = us - sum(predict(constants, replace(load, num_cast=0)).values())
         constants = replace(constants, element_ps=max(0.0, rest_us * 1e6 / load.num_cast))
-    if "awake" in points:
+    if "awake" in points and usual_sms == 1:
         constants = replace(constants, wake_us=max(0.0, points["awake"][1] - points["asleep"][1]))
-    by_sms = {int(name.split()[1]): point for name, point in points.items() if name.startswith(("few ", "many "))}
+    by_sms = {
+        int(name.split()[1]): point for name, point in points.items() if name.startswith(("few ", "many "))
+    }
     if by_sms:
         seen = {n: rate(load, us, constants.lane_ns) for n, (load, us) in by_sms.items()}
         few, many = min(seen), max(seen)

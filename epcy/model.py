@@ -35,7 +35,7 @@ class Constants:
     fixed_us: float
     lane_ns: float  # for each lane of a token of this rank: count it, write its id and weight
     element_ps: float  # for each element of a token that is cast to fp8
-    wake_us: float  # more of `fixed_us`, where a call has more than one SM: threads that are woken
+    wake_us: float  # more of `fixed_us`, where a call has more than its usual one SM: threads that are woken
     usual_sms: int  # that the rates are of
     sm_gbps: float  # what one SM adds to the rate, until
     most_gbps: float  # the links are full; both at the size where they were measured
@@ -106,7 +106,8 @@ def predict(constants: Constants, load: Load, num_sms: int | None = None) -> dic
     num_sms = constants.usual_sms if num_sms is None else num_sms
     rate = rate_gbps(constants, load.num_bytes, num_sms) if load.num_bytes else 1.0
     terms = {
-        "fixed": constants.fixed_us + (constants.wake_us if num_sms > 1 and load.num_tokens else 0.0),
+        "fixed": constants.fixed_us
+        + (constants.wake_us if num_sms > 1 == constants.usual_sms and load.num_tokens else 0.0),
         "lanes": load.num_lanes * constants.lane_ns / 1e3,
         "rows": load.num_bytes / rate / 1e3,
     }
@@ -126,7 +127,11 @@ class Plan:
     """How many SMs each call takes where nobody says: worked out when a Buffer is made, by the calls' sizes."""
 
     def __init__(
-        self, found: dict[str, Constants], load: Callable[[str, int], Load], most_sms: dict[str, int], most_tokens: int
+        self,
+        found: dict[str, Constants],
+        load: Callable[[str, int], Load],
+        most_sms: dict[str, int],
+        most_tokens: int,
     ) -> None:
         """`load` counts a call of a subject and so many tokens; both dicts are by subject."""
         sizes = [2**n - 1 for n in range(1, most_tokens.bit_length())] + [most_tokens]
@@ -160,8 +165,16 @@ def stored(subject: str, backend: str, num_ranks: int, num_nodes: int) -> Consta
     entry = measured.get("calibration", key, names)
     if entry is None:
         return None
-    constants = Constants(**{name: tuple(entry[name]) if names[name] is list else entry[name] for name in names})
-    rates = (constants.sm_gbps, constants.most_gbps, constants.usual_sms, *constants.gbps, *constants.sizes_bytes)
+    constants = Constants(
+        **{name: tuple(entry[name]) if names[name] is list else entry[name] for name in names}
+    )
+    rates = (
+        constants.sm_gbps,
+        constants.most_gbps,
+        constants.usual_sms,
+        *constants.gbps,
+        *constants.sizes_bytes,
+    )
     positive = all(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
     ascending = positive and list(constants.sizes_bytes) == sorted(set(constants.sizes_bytes))
     if not ascending or not len(constants.gbps) == len(constants.sizes_bytes) > 0:

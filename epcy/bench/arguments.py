@@ -224,7 +224,11 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add("--no-check", dest="check", action="store_false", help="leave #wrong out")
     add("--seed", type=_natural, default=default.seed, help="of tokens and routings (%(default)s)")
-    add("--predict", action="store_true", help="compare with the model of `python -m epcy calibrate`, run before")
+    add(
+        "--predict",
+        action="store_true",
+        help="compare with the model of `python -m epcy calibrate`, run before",
+    )
     add("--json", metavar="FILE", help="write every line and the environment")
     add("--plot", metavar="FILE", help="draw median times (matplotlib)")
     return parser

@@ -172,7 +172,9 @@ def _prediction(row: Row) -> str:
     if row.predicted_us is None or row.predicted_terms_us is None:
         return ""
     terms = ", ".join(f"{name} {_short(us)}" for name, us in row.predicted_terms_us.items())
-    return f"#   predicted {_short(row.predicted_us)} us ({row.prediction_error:+.0%} of the median): {terms}\n"
+    return (
+        f"#   predicted {_short(row.predicted_us)} us ({row.prediction_error:+.0%} of the median): {terms}\n"
+    )
 
 
 def _more(row: Row) -> str:
