@@ -448,7 +448,8 @@ cdef class Buffer(LowLatencyCalls):
                 if num_sms is not None:
                     self._use_sms(num_sms)
                 elif self._plan is not None:
-                    num_sms = self._planned("combine", (<CombineCall>call).handle.layout, (<CombineCall>call).out.shape[0])
+                    num_sms = self._planned("combine", (<CombineCall>call).handle.layout,
+                                            (<CombineCall>call).out.shape[0])
                 self.limit(timeout)
                 self._backend.prepare_combine(call)
             except BaseException as error:

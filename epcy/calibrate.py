@@ -106,7 +106,8 @@ def time_calls(
 ) -> Times:
     """Return the microseconds of a dispatch and of a combine of random routing, the slowest rank's.
 
-    The tenth percentile: what they take where other work on the machine leaves them alone. Collective, blocking, for about `seconds`; the number of rounds is the same on all ranks.
+    The tenth percentile: what they take where other work on the machine leaves them alone. Collective, blocking, for
+    about `seconds`; the number of rounds is the same on all ranks.
     """
 
     def rounds(timed: Timed, num_rounds: int) -> list[float]:

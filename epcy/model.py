@@ -2,10 +2,10 @@
 
     time = fixed + lanes * lane + bytes of rows / rate(bytes) + elements that are cast * element
 
-`fixed` is a call without tokens: launch, the exchange of counts, one-way latencies. The rate depends on how many bytes a
-call moves (what fits a cache moves faster), so it is measured at a few sizes, and between them it is on a line over the
-logarithm of the bytes. It grows with the SMs that a call has, up to what the links carry. Routing is taken for random: a
-token's K experts are distinct, all equally likely.
+`fixed` is a call without tokens: launch, the exchange of counts, one-way latencies. The rate depends on how many bytes
+a call moves (what fits a cache moves faster), so it is measured at a few sizes, and between them it is on a line over
+the logarithm of the bytes. It grows with the SMs that a call has, up to what the links carry. Routing is taken for
+random: a token's K experts are distinct, all equally likely.
 """
 
 from __future__ import annotations
@@ -165,9 +165,10 @@ def stored(subject: str, backend: str, num_ranks: int, num_nodes: int) -> Consta
     entry = measured.get("calibration", key, names)
     if entry is None:
         return None
-    constants = Constants(
-        **{name: tuple(entry[name]) if names[name] is list else entry[name] for name in names}
-    )
+    values: dict[str, Any] = {
+        name: tuple(entry[name]) if of is list else entry[name] for name, of in names.items()
+    }
+    constants = Constants(**values)
     rates = (
         constants.sm_gbps,
         constants.most_gbps,
@@ -218,8 +219,8 @@ class Explanation:
         How many those are, and the rows that one sends on average: a token's for each rank that it goes to, in the
         low-latency mode for each expert.
     num_sms : int or None
-        What the call has: SMs, threads of a rank on the host backend. None in the low-latency mode, which takes what its
-        tokens fill.
+        What the call has: SMs, threads of a rank on the host backend. None in the low-latency mode, which takes what
+        its tokens fill.
     layout : str
         "rank" or "expert"; "slots" in the low-latency mode.
     """

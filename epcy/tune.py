@@ -196,7 +196,7 @@ def sweep(
 
 
 def choose(found: Mapping[int, Mapping[str, float]], usual: int | None) -> int:
-    """Return the best value: the usual one where none is 2 % better; the smallest good one where there is none. Local."""
+    """Return the best value: the usual one where none is 2 % better; where there is none the smallest. Local."""
     whole = {value: sum(us.values()) for value, us in found.items()}
     least = min(whole.values())
     if usual is None:

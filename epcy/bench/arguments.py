@@ -230,7 +230,12 @@ def _make_parser() -> argparse.ArgumentParser:
         help="compare with the model of `python -m epcy calibrate`, run before",
     )
     add("--json", metavar="FILE", help="write every line and the environment")
-    add("--plot", metavar="FILE", help="draw median times (matplotlib)")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw time and bandwidth against tokens; beside it FILE-routing, and with the case overlap FILE-overlap "
+        "(matplotlib)",
+    )
     return parser
 
 

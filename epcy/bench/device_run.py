@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 import epcy
-from epcy.bench import device_table, environment, links, nccl, prediction, table
+from epcy.bench import device_table, environment, links, nccl, pictures, prediction, table
 from epcy.bench.arguments import Arguments
 from epcy.bench.lines import Bench
 
@@ -57,10 +57,8 @@ def run(
                 free_pool(backend)
         say(prediction.summary(rows))
         bench.close()  # after an exception the other ranks may be anywhere: nothing collective then
-        if comm.rank == 0 and given.plot is not None:
-            from epcy.bench import plot
-
-            plot.draw(rows, given.plot)
+        if given.plot is not None:
+            say(pictures.draw(comm, given, rows, bench.timeline))
         return int(any((row.wrong or 0) + (row.baseline_wrong or 0) for row in rows))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import epcy
+from epcy import model
 from epcy.bench.arguments import Arguments
 from epcy.bench.table import Row
 
@@ -19,29 +20,27 @@ def refuse_what_has_none(given: Arguments) -> None:
     known = given.routing == "random" and not given.cached and not given.graph and given.suite is None
     if not known or set(given.cases) - set(OPERATIONS):
         raise epcy.NotSupportedError(
-            "--predict: the model describes eager dispatch, combine and roundtrip of random routing that is not cached; "
-            "leave the other options, or --predict, out"
+            "--predict: the model describes eager dispatch, combine and roundtrip of random routing that is not "
+            "cached; leave the other options, or --predict, out"
+        )
+
+
+def refuse_without_constants(backend: str, num_ranks: int) -> None:
+    """Raise NotSupportedError where calibrate has not run. Local."""
+    if not model.all_stored(backend, num_ranks, 1):
+        raise epcy.NotSupportedError(
+            f"--predict: nothing is known of {num_ranks} ranks of this machine on {backend}; run mpiexec -n "
+            f"{num_ranks} python -m mpi4py -m epcy calibrate --backend {backend} first"
         )
 
 
 def predict(buf: epcy.Buffer, given: Arguments, case: str, num_tokens: int, us: float) -> dict[str, Any]:
-    """Return the fields of a row: microseconds by term, their sum, and how far that is from `us`. Local.
-
-    Raises
-    ------
-    StateError
-        Nothing is known of this machine, backend and number of ranks.
-    """
+    """Return the fields of a row: microseconds by term, their sum, and how far that is from `us`. Local."""
     terms: dict[str, float] = {}
     for name in OPERATIONS[case]:
         op = name if given.mode == "ht" else f"low_latency_{name}"
         dtype = DTYPES["bf16" if given.dtype == "fp8" and name == "combine" else given.dtype]
         told = buf.explain(op, num_tokens, dtype=dtype, layout=given.layout, num_sms=given.num_sms)
-        if not told.terms_us:
-            raise epcy.StateError(
-                f"--predict: nothing is known of {op} on {buf.size} ranks of this machine (rank {buf.rank}); run "
-                f"mpiexec -n {buf.size} python -m mpi4py -m epcy calibrate --backend {buf.backend} first"
-            )
         for term, part in told.terms_us.items():
             terms[term] = terms.get(term, 0.0) + part
     predicted = sum(terms.values())
