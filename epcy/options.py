@@ -88,11 +88,11 @@ OPTIONS: tuple[Option, ...] = (
     Option("spin_us", "float", "Microseconds that a host wait spins before it yields its core. By default 50 where "
            "every rank of the node has a core, else 2.", env="EPCY_SPIN_US", minimum=0, maximum=1e6),
     Option("stream_bytes", "int", "From how many bytes of rows on a dispatch writes them past the caches (host). "
-           "By default 2 MiB; `python -m epcy tune` finds a better one.", env="EPCY_STREAM_BYTES", minimum=0, maximum=2**62,
-           compared=False),
+           "By default 2 MiB; `python -m epcy tune` finds a better one.", env="EPCY_STREAM_BYTES", minimum=0,
+           maximum=2**62, compared=False),
     Option("chunk_tokens", "int", "Tokens that a thread takes at a time, where num_sms is more than 1 (host). "
-           "By default 16; `python -m epcy tune` finds a better one.", env="EPCY_CHUNK_TOKENS", minimum=1, maximum=2**31 - 1,
-           compared=False),
+           "By default 16; `python -m epcy tune` finds a better one.", env="EPCY_CHUNK_TOKENS", minimum=1,
+           maximum=2**31 - 1, compared=False),
     Option("stats", "bool", "Count calls, tokens, waits and times, for `Buffer.stats()`, `epcy.trace`, "
            "`epcy.metrics` and `python -m epcy top`. It costs 0.3 us a call at most.", default=True, env="EPCY_STATS",
            compared=False),
