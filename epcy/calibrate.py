@@ -29,6 +29,7 @@ BESIDE = (0.985, 1.0)
 SMS_BYTES = SIZES_BYTES[-3]  # at which the number of SMs is changed
 SLOT_TOKENS = (3, 12, 48, 192, 256)  # of the low-latency mode; the last is its limit
 PASSES = 3  # over all points of a Buffer; the best counts: other work on the machine comes and goes
+ONE = 0x3F80  # in bfloat16
 FP8_ROW_BYTES = HIDDEN + HIDDEN // 128 * 4
 
 Times = dict[str, float]  # microseconds by subject (model.SUBJECTS)
@@ -61,7 +62,10 @@ def calls_of(buf: Any, kind: Kind, num_tokens: int, num_topk: int) -> dict[str, 
     """Return what to time of a kind of calls, by subject: random routing, output as experts leave it. Collective."""
     xp, rng = buf.xp, np.random.default_rng([7, buf.rank])
     num_experts, hidden = buf.options["num_experts"], buf.options["hidden"]
-    x = xp.asarray(rng.random((num_tokens, hidden), np.float32).astype(ml_dtypes.bfloat16))
+    drawn = rng.random((num_tokens, hidden), np.float32).astype(ml_dtypes.bfloat16)
+    x = xp.asarray(drawn.view(np.uint16)).view(
+        ml_dtypes.bfloat16
+    )  # bits: not every CuPy computes with bfloat16
     idx = xp.asarray(np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :num_topk].astype(np.int64))
     weights = xp.ones((num_tokens, num_topk), np.float32)
     area: list[Any] = []
@@ -70,11 +74,11 @@ def calls_of(buf: Any, kind: Kind, num_tokens: int, num_topk: int) -> dict[str, 
     if not kind.is_low_latency:
         first = buf.dispatch(x, idx, weights, layout=kind.layout)
         handle, scale = first.handle, weights if kind.layout == "expert" else None
-        rows = xp.ones(first.recv_x.shape, ml_dtypes.bfloat16)
+        rows = xp.full(first.recv_x.shape, ONE, np.uint16)
 
         def fill() -> None:
             area[:] = [buf.combine_input(handle)]
-            area[0][...] = rows
+            area[0].view(np.uint16)[...] = rows
 
         return {
             kind.there: Timed(lambda: None, lambda: buf.dispatch(x, idx, weights, layout=kind.layout).event),
@@ -89,9 +93,9 @@ def calls_of(buf: Any, kind: Kind, num_tokens: int, num_topk: int) -> dict[str, 
         area[:] = [buf.low_latency_combine_input(handle), handle]
         if xp is np:  # on a GPU a look at the counts would wait
             for expert, count in enumerate(recv_count.tolist()):
-                area[0][expert, :count] = 1
+                area[0].view(np.uint16)[expert, :count] = ONE
         else:
-            area[0].fill(1)
+            area[0].view(np.uint16).fill(ONE)
 
     return {
         kind.there: Timed(lambda: None, lambda: dispatch()[3]),
