@@ -10,6 +10,7 @@ import pytest
 
 import epcy
 from epcy import calibrate, measured, model, tune
+from epcy.__main__ import Progress, main
 from mpi.cases import assert_bits, draw, mine
 
 E = 4
@@ -318,6 +319,38 @@ def test_files_are_kept_beside_each_other(cache, comm):
         with pytest.raises(epcy.ArgumentError, match="expected b to be float, got None"):
             measured.get("calibration", "here", {"b": float})
     comm.Barrier()
+
+
+@pytest.mark.slow
+def test_tune_as_a_command(comm, backend, cache, capfd):
+    """Lines on standard output, a bar on standard error, both of rank 0 alone; the file where it says."""
+    sizes = ["--tokens", "8", "--hidden", "512", "--experts", str(E * comm.size), "--topk", "2"]
+    assert main(["tune", *sizes, "--seconds", "1", "--backend", backend]) == 0
+    comm.Barrier()
+    out, err = capfd.readouterr()
+    if comm.rank == 0:
+        assert out.count("kept in") == 1 and cache in out and out.count("<- best") >= 1
+        assert "of 1 s" in err
+    else:
+        assert out == err == ""
+
+
+@pytest.mark.slow
+def test_calibrate_as_a_command(comm, backend, capsys):
+    assert main(["calibrate", "--seconds", "0.1", "--backend", backend]) == 0
+    comm.Barrier()
+    out = capsys.readouterr().out
+    subjects = [line.partition(":")[0] for line in out.splitlines()]
+    assert sorted(subjects) == (sorted(model.SUBJECTS) if comm.rank == 0 else [])
+
+
+def test_progress_without_tqdm(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    progress = Progress(1.0, is_shown=True)
+    progress.step("one")
+    progress.say("a line")
+    progress.close()
+    assert capsys.readouterr() == ("a line\n", "")
 
 
 def test_commands(comm, tmp_path):
