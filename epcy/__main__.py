@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 
@@ -54,6 +55,38 @@ def replay(arguments: argparse.Namespace) -> int:
         return 2
 
 
+class Progress:
+    """A bar of the seconds that a measurement takes, on standard error of rank 0; nothing where tqdm is missing."""
+
+    def __init__(self, seconds: float, is_shown: bool) -> None:
+        self.start, self.bar = time.monotonic(), None
+        if is_shown:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            self.bar = tqdm(
+                total=seconds, unit="s", bar_format="{desc:<32} |{bar}| {n:.0f} of {total:.0f} s", leave=False
+            )
+
+    def step(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.set_description_str(text)
+            self.bar.update(min(time.monotonic() - self.start, self.bar.total) - self.bar.n)
+
+    def say(self, text: str) -> None:
+        """Print a line without harm to the bar."""
+        if self.bar is not None:
+            self.bar.write(text)
+        else:
+            sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
 def measure(arguments: argparse.Namespace) -> int:
     """Run `calibrate` or `tune`, on all ranks under mpiexec."""
     from mpi4py import MPI
@@ -62,28 +95,32 @@ def measure(arguments: argparse.Namespace) -> int:
     from epcy.errors import EpcyError
 
     comm = MPI.COMM_WORLD
+    progress = Progress(arguments.seconds, comm.rank == 0)
 
     def say(text: str) -> None:
         if comm.rank == 0:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+            progress.say(text)
 
     try:
         if arguments.command == "calibrate":
-            for operation, c in calibrate.calibrate(comm, arguments.backend, arguments.seconds).items():
-                say(
-                    f"{operation}: {c.fixed_us:.1f} us a call, {c.lane_ns:.2f} ns a lane, "
-                    f"{c.small_gbps:.2f} GB/s up to {c.small_bytes / 1e6:.1f} MB, "
-                    f"{c.large_gbps:.2f} GB/s from {c.large_bytes / 1e6:.1f} MB on"
+            found = calibrate.calibrate(comm, arguments.backend, arguments.seconds, progress.step)
+            for subject, c in found.items():
+                rates = ", ".join(
+                    f"{g:.1f} ({n / 1e6:.1f} MB)" for n, g in zip(c.sizes_bytes, c.gbps, strict=True)
                 )
+                cast = f", {c.element_ps:.0f} ps an element cast to fp8" if c.element_ps else ""
+                say(f"{subject}: {c.fixed_us:.1f} us a call, {c.lane_ns:.2f} ns a lane{cast}; GB/s: {rates}")
         else:
             sizes = {"hidden": arguments.hidden, "num_experts": arguments.experts, "num_topk": arguments.topk}
             tune.tune(
-                comm, arguments.tokens, seconds=arguments.seconds, say=say, backend=arguments.backend, **sizes
-            )
+                comm, arguments.tokens, seconds=arguments.seconds, say=say, step=progress.step,
+                backend=arguments.backend, **sizes,
+            )  # fmt: skip
     except EpcyError as error:
         say(f"epcy: {error}")
         return 2
+    finally:
+        progress.close()
     return 0
 
 
@@ -142,10 +179,10 @@ def parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=replay)
     for name, text, seconds in (
-        ("calibrate", "measure what buf.explain() predicts with, on this machine and so many ranks", 10.0),
+        ("calibrate", "measure what buf.explain() predicts with, on this machine and so many ranks", 20.0),
         (
             "tune",
-            "find the num_sms with which calls of a shape are fastest; Buffers use it from then on",
+            "find the knobs with which calls of a shape are fastest; Buffers use them from then on",
             30.0,
         ),
     ):

@@ -9,17 +9,18 @@ from posix.unistd cimport getpid
 
 import numpy as np
 
+from epcy.backends.call cimport CombineCall, DispatchCall
 from epcy.layout cimport epcy_default_num_rows, epcy_num_scales, epcy_shape
 from epcy.low_latency cimport LowLatencyCalls
 from epcy.low_latency_checks cimport LowLatencyChecker
 from epcy.observers cimport close_range, is_recorded, open_range, recorded
 
-from epcy import backends, startup, topology
+from epcy import backends, model, startup, topology
 from epcy.arrays import DTYPES
 from epcy.backends import bootstrap, cuda_sizes
 from epcy.backends.host import heap_layout
 from epcy.errors import (
-    ArgumentError, EpcyError, NotSupportedError, PeerTimeoutError, StateError)
+    ArgumentError, EpcyError, HeapError, NotSupportedError, PeerTimeoutError, StateError)
 from epcy.faults import parse as parse_faults
 from epcy.options import BY_NAME, OPTIONS, resolve
 from epcy.options import DTYPES as DTYPE_NAMES
@@ -121,7 +122,7 @@ cdef class Buffer(LowLatencyCalls):
             from mpi4py import MPI
             comm = MPI.COMM_WORLD
         bootstrap.check(comm)
-        values, shape, error, found = {}, None, None, (None, None, None)
+        values, shape, error, known, found = {}, None, None, {}, (None, None, None)
         try:
             values = {name: value.value for name, value in resolve(given).items()}
             shape = shape_of(values, comm.Get_size())
@@ -129,8 +130,10 @@ cdef class Buffer(LowLatencyCalls):
             found = backends.find(values["backend"])
             values["backend"] = found[0]
             startup.check(found[0], values)
+            for name, best in tuned(found[0], comm.Get_size(), values).items():
+                values[name] = best
             if values["num_sms"] is None:
-                values["num_sms"] = tuned(found[0], comm.Get_size(), values)
+                known = model.all_stored(found[0], comm.Get_size(), 1)
         except EpcyError as caught:
             error = caught
         timeout = values.get("timeout", BY_NAME["timeout"].default)
@@ -142,6 +145,8 @@ cdef class Buffer(LowLatencyCalls):
             if not isinstance(refused, PeerTimeoutError):       # then every rank raises: the copy can go
                 self.comm.Free()
             raise
+        if self._num_sms is None:
+            self._make_plan(known)
         if values["preinitialize"]:
             self.warmup()
 
@@ -216,7 +221,7 @@ cdef class Buffer(LowLatencyCalls):
 
     @property
     def num_sms(self):
-        """How much of the machine a call uses: threads a rank on the host backend."""
+        """How much of the machine a call uses where it is not said: threads a rank on the host backend."""
         return self.options["num_sms"]
 
     def set_num_sms(self, num_sms):
@@ -227,8 +232,9 @@ cdef class Buffer(LowLatencyCalls):
 
         Parameters
         ----------
-        num_sms : int
-            Threads a rank on the host backend, multiprocessors on nvshmem; 1 to 1024.
+        num_sms : int or None
+            Threads a rank on the host backend, multiprocessors on nvshmem; 1 to 1024. None: what the model says of each
+            call's size, where `python -m epcy calibrate` has measured this machine, else the backend's own choice.
 
         Raises
         ------
@@ -236,8 +242,14 @@ cdef class Buffer(LowLatencyCalls):
         """
         self.enter("set_num_sms")
         try:
-            self._use_sms(num_sms)
-            self.options["num_sms"] = self._num_sms = int(num_sms)
+            if num_sms is None:
+                known = model.all_stored(self.backend, self.size, self.topology.num_nodes)
+                self._use_usual_sms()
+                self._make_plan(known)
+            else:
+                self._use_sms(num_sms)
+                self.options["num_sms"] = self._num_sms = int(num_sms)
+                self._plan = None
         finally:
             self._busy = False
 
@@ -246,19 +258,49 @@ cdef class Buffer(LowLatencyCalls):
                             "num_sms": num_sms}, {})
         self._backend.use_sms(resolved["num_sms"].value)
 
-    def explain(self, op, num_tokens, *, dtype=None):
+    cdef object _make_plan(self, dict found):
+        """Work out the SMs of each call from what was measured of this machine: never while calls run."""
+        subjects = {model.subject_of(op, layout): (op, layout) for op in ("dispatch", "combine")
+                    for layout in ("rank", "expert")}
+        found = {subject: constants for subject, constants in found.items() if subject in subjects}
+        most = {subject: self._most_sms(*subjects[subject]) for subject in found}
+        usual = {subject: self._backend.num_blocks(*subjects[subject]) for subject in found}
+        row_bytes = self._shape["row_bytes"]
+        plan = model.Plan(found, lambda subject, num_tokens: model.load_of(
+            subject, num_tokens, self.size, self._num_experts, self._num_topk, row_bytes), most, self._num_max_tokens)
+        self._plan = None
+        if not plan.says_only(usual):
+            try:
+                self._backend.use_sms(plan.most)        # threads are started here, and not by a call
+                self._plan = plan
+            except HeapError:                           # this rank has none to give: its calls take what they took
+                pass
+            self._backend.use_sms(None)
+
+    cdef object _planned(self, str op, str layout, int64_t num_tokens):
+        """Let the call that follows take what the plan says; None where that is what it would take anyway."""
+        num_sms = self._plan.num_sms(f"{op} expert" if layout == "expert" else op, num_tokens)
+        if num_sms is not None:
+            self._backend.use_sms(num_sms)
+        return num_sms
+
+    def explain(self, op, num_tokens, *, dtype=None, layout="rank", num_sms=None):
         """Tell what a call moves and how long it should take, by term, and how long such calls took.
 
         Local. The prediction needs constants of this machine and topology: `mpiexec -n R python -m epcy calibrate`.
-        Routing is taken for random; times are of the rank layout.
+        Routing is taken for random; what was measured is of all calls of the operation, of either layout.
 
         Parameters
         ----------
-        op : "dispatch" or "combine"
+        op : "dispatch", "combine", "low_latency_dispatch" or "low_latency_combine"
         num_tokens : int
             T of every rank.
         dtype : "bfloat16", "float16", "float32" or "fp8", optional
-            Of the rows; default the Buffer's.
+            Of the rows; default the Buffer's. "fp8" of low_latency_dispatch is its `use_fp8`, the cast included.
+        layout : "rank" or "expert"
+            Of dispatch and combine.
+        num_sms : int, optional
+            What the call has; default what it would get.
 
         Returns
         -------
@@ -270,31 +312,31 @@ cdef class Buffer(LowLatencyCalls):
             A wrong argument, or a calibration that cannot be read.
         StateError
         """
-        from epcy import model
-
         self.enter("explain")
         self._busy = False
         if op not in model.OPERATIONS:
             raise ArgumentError(f"op: expected one of {', '.join(model.OPERATIONS)}, got {op!r} (rank {self.rank})")
-        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
-            raise ArgumentError(f"num_tokens: expected a whole number, at least 0, got {num_tokens!r} "
-                                f"(rank {self.rank})")
+        for name, value, least in (("num_tokens", num_tokens, 0), ("num_sms", 1 if num_sms is None else num_sms, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ArgumentError(f"{name}: expected a whole number, at least {least}, got {value!r} "
+                                    f"(rank {self.rank})")
         widths = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1 + 4 / 128}
         if dtype is not None and dtype not in widths:
             raise ArgumentError(f"dtype: expected one of {', '.join(widths)}, got {dtype!r} (rank {self.rank})")
-        row_bytes = int(self._hidden * widths[dtype or self.options["dtype"]])
-        load = model.load_of(num_tokens, self.size, self._num_experts, self._num_topk, row_bytes)
-        constants = model.stored(op, self.backend, self.size, self.topology.num_nodes)
-        terms = {} if constants is None else model.predict(constants, load)
-        floor = None if constants is None else load.num_bytes / max(constants.large_gbps, constants.small_gbps) / 1e3
-        times, rows = None, 0
+        if layout not in ("rank", "expert"):
+            raise ArgumentError(f"layout: expected 'rank' or 'expert', got {layout!r} (rank {self.rank})")
+        subject, row_bytes = model.subject_of(op, layout), int(self._hidden * widths[dtype or self.options["dtype"]])
+        num_cast = num_tokens * self._hidden if dtype == "fp8" and op == "low_latency_dispatch" else 0
+        load = model.load_of(subject, num_tokens, self.size, self._num_experts, self._num_topk, row_bytes, num_cast)
+        constants = model.stored(subject, self.backend, self.size, self.topology.num_nodes)
+        if num_sms is None and op in model.OPERATIONS[:2]:
+            num_sms = None if self._plan is None else self._plan.num_sms(subject, num_tokens)
+            num_sms = num_sms or self._backend.num_blocks(op, layout)
+        kernels, rows = {}, ()
         if self._backend.meter is not None:
             stats = self._backend.meter.read()
-            times = stats.kernels.get(op)
-            dispatched = stats.kernels.get("dispatch")
-            rows = stats.num_tokens_sent / dispatched.count if dispatched is not None else 0
-        return model.Explanation(op, load, floor, terms, None if times is None else times.p50_us,
-                                 0 if times is None else times.count, rows)
+            kernels, rows = stats.kernels, stats.tokens_to_rank
+        return model.explain(subject, load, constants, num_sms, kernels, rows)
 
     # ---- the calls ------------------------------------------------------------------------------------------
 
@@ -357,6 +399,8 @@ cdef class Buffer(LowLatencyCalls):
                 self._checker.order(call, previous_event, async_finish, stream)
                 if num_sms is not None:
                     self._use_sms(num_sms)
+                elif self._plan is not None:
+                    num_sms = self._planned("dispatch", (<DispatchCall>call).layout, (<DispatchCall>call).x.shape[0])
                 self.limit(timeout)
                 self._backend.keep_inputs(call)
             except BaseException as error:
@@ -421,6 +465,9 @@ cdef class Buffer(LowLatencyCalls):
                 self._checker.order(call, previous_event, async_finish, stream)
                 if num_sms is not None:
                     self._use_sms(num_sms)
+                elif self._plan is not None:
+                    num_sms = self._planned("combine", (<CombineCall>call).handle.layout,
+                                            (<CombineCall>call).out.shape[0])
                 self.limit(timeout)
                 self._backend.prepare_combine(call)
             except BaseException as error:
@@ -652,9 +699,29 @@ cdef class Buffer(LowLatencyCalls):
         self._busy = False
         return self._backend.peer_address(rank)
 
+    # ---- what the bench, calibrate and tune call ----------------------------------------------------------------
+
     def _num_blocks(self, op, layout):
         """How many multiprocessors a dispatch or combine takes. Local, does not block."""
         return self._backend.num_blocks(op, layout)
+
+    def _most_sms(self, op, layout):
+        """How many could be of use to one. Local, does not block."""
+        cores = min(self.topology.cpus_per_node) // max(self.topology.ranks_per_node)
+        return self._backend.most_sms(op, layout, max(1, cores))
+
+    def _use_knobs(self, **values):
+        """Take other values of the options that `epcy.tune.KNOBS` names, from now on. Local, does not block."""
+        if "num_sms" in values:
+            self.set_num_sms(values.pop("num_sms"))
+        self.options.update(values)
+        self._backend.use_knobs(self.options)
+
+    def _use_usual_sms(self):
+        """Let calls take what the backend chooses, whatever was measured. Local, does not block."""
+        self._backend.use_sms(None)
+        self._num_sms = self._plan = None
+        self.options["num_sms"] = max(self._backend.num_blocks(op, "rank") for op in ("dispatch", "combine"))
 
     # ---- life -----------------------------------------------------------------------------------------------
 

@@ -349,7 +349,7 @@ def _options() -> list[dict[str, Any]]:
 def _unknown_variables() -> list[str]:
     from epcy.options import OPTIONS
 
-    known = {option.env for option in OPTIONS} | {"EPCY_CUDA", "EPCY_CUDA_ARCH"}
+    known = {option.env for option in OPTIONS} | {"EPCY_CUDA", "EPCY_CUDA_ARCH", "EPCY_CACHE_DIR"}
     return sorted(
         n for n in os.environ if n.startswith("EPCY_") and not n.startswith("EPCY_TEST_") and n not in known
     )

@@ -1,24 +1,31 @@
 """How long a call should take: a few measured constants, and the bytes and rows that follow from a shape.
 
-    time = fixed + lanes * lane + bytes of rows / rate
+    time = fixed + lanes * lane + bytes of rows / rate(bytes) + elements that are cast * element
 
-`fixed` is a call without tokens: launch, the exchange of counts, one-way latencies. The rate falls when the bytes no
-longer fit the caches, so there are two of them and what is between is on a line. Routing is taken for random: a token's
-K experts are distinct, all equally likely.
+`fixed` is a call without tokens: launch, the exchange of counts, one-way latencies. The rate depends on how many bytes
+a call moves (what fits a cache moves faster), so it is measured at a few sizes, and between them it is on a line over
+the logarithm of the bytes. It grows with the SMs that a call has, up to what the links carry. Routing is taken for
+random: a token's K experts are distinct, all equally likely.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from math import comb
+from math import comb, log
 from typing import Any
 
 from epcy import measured
 from epcy.errors import ArgumentError
 
-__all__ = ["Constants", "Explanation", "Load", "load_of", "predict", "stored"]
+__all__ = ["Constants", "Explanation", "Load", "Plan", "choose", "load_of", "predict", "stored", "subject_of"]
 
-OPERATIONS = ("dispatch", "combine")
+OPERATIONS = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
+# What has constants of its own: an operation, or one in the expert layout.
+SUBJECTS = ("dispatch", "combine", "dispatch expert", "combine expert", *OPERATIONS[2:])
+SMS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)  # what `choose` chooses from
+SLACK = 1.02  # as much longer a call may take with fewer SMs
 
 
 @dataclass(frozen=True)
@@ -27,10 +34,13 @@ class Constants:
 
     fixed_us: float
     lane_ns: float  # for each lane of a token of this rank: count it, write its id and weight
-    small_gbps: float  # row bytes moved a rank, those to itself included, where they stay in caches
-    large_gbps: float  # where they do not
-    small_bytes: float  # up to here the first rate counts
-    large_bytes: float  # from here on the second
+    element_ps: float  # for each element of a token that is cast to fp8
+    wake_us: float  # more of `fixed_us`, where a call has more than its usual one SM: threads that are woken
+    usual_sms: int  # that the rates are of
+    sm_gbps: float  # what one SM adds to the rate, until
+    most_gbps: float  # the links are full; both at the size where they were measured
+    sizes_bytes: tuple[float, ...]  # row bytes of a call, ascending; those to the rank itself included
+    gbps: tuple[float, ...]  # the rate at each size
 
 
 @dataclass(frozen=True)
@@ -39,9 +49,11 @@ class Load:
 
     num_tokens: int
     num_lanes: int
-    rows_to_peer: float  # to each other rank
+    rows_to_peer: float  # that cross to each other rank, one for each token that goes there
+    rows_moved: float  # that are written or summed, those of the rank itself included
     row_bytes: int
     num_ranks: int
+    num_cast: int = 0  # elements
 
     @property
     def bytes_to_peer(self) -> float:
@@ -49,38 +61,97 @@ class Load:
 
     @property
     def num_bytes(self) -> float:
-        """Of all rows, those that stay included."""
-        return self.bytes_to_peer * self.num_ranks
+        return self.rows_moved * self.row_bytes
 
 
-def load_of(num_tokens: int, num_ranks: int, num_experts: int, num_topk: int, row_bytes: int) -> Load:
+def subject_of(op: str, layout: str) -> str:
+    """Name what has constants of its own. Local."""
+    return f"{op} expert" if layout == "expert" and op in OPERATIONS[:2] else op
+
+
+def load_of(
+    subject: str,
+    num_tokens: int,
+    num_ranks: int,
+    num_experts: int,
+    num_topk: int,
+    row_bytes: int,
+    num_cast: int = 0,
+) -> Load:
     """Count what random routing moves. Local."""
     local, lanes = num_experts // num_ranks, min(num_topk, num_experts)
     missed = comb(num_experts - local, lanes) / comb(num_experts, lanes)  # no lane of a token at a rank
-    return Load(num_tokens, num_tokens * num_topk, num_tokens * (1 - missed), row_bytes, num_ranks)
+    to_peer = num_tokens * (1 - missed)
+    moved = to_peer * num_ranks if subject in OPERATIONS[:2] else num_tokens * lanes
+    return Load(num_tokens, num_tokens * num_topk, to_peer, moved, row_bytes, num_ranks, num_cast)
 
 
-def rate_gbps(constants: Constants, num_bytes: float) -> float:
-    """Return the rate at which so many bytes move. Local."""
+def rate_gbps(constants: Constants, num_bytes: float, num_sms: int | None = None) -> float:
+    """Return the rate at which so many bytes move, with so many SMs. Local."""
     c = constants
-    if num_bytes <= c.small_bytes:
-        return c.small_gbps
-    if num_bytes >= c.large_bytes:
-        return c.large_gbps
-    share = (num_bytes - c.small_bytes) / (c.large_bytes - c.small_bytes)
-    return c.small_gbps + share * (c.large_gbps - c.small_gbps)
+    at = bisect_right(c.sizes_bytes, num_bytes)
+    if at == 0 or at == len(c.sizes_bytes):
+        rate = c.gbps[max(0, at - 1)]
+    else:
+        low, high = c.sizes_bytes[at - 1], c.sizes_bytes[at]
+        share = log(num_bytes / low) / log(high / low)
+        rate = c.gbps[at - 1] + share * (c.gbps[at] - c.gbps[at - 1])
+    if num_sms is None or num_sms == c.usual_sms:
+        return rate
+    return rate * min(num_sms * c.sm_gbps, c.most_gbps) / min(c.usual_sms * c.sm_gbps, c.most_gbps)
 
 
-def predict(constants: Constants, load: Load) -> dict[str, float]:
-    """Return microseconds by term. Local."""
-    return {
-        "fixed": constants.fixed_us,
+def predict(constants: Constants, load: Load, num_sms: int | None = None) -> dict[str, float]:
+    """Return microseconds by term; with the usual number of SMs, or another one. Local."""
+    num_sms = constants.usual_sms if num_sms is None else num_sms
+    rate = rate_gbps(constants, load.num_bytes, num_sms) if load.num_bytes else 1.0
+    terms = {
+        "fixed": constants.fixed_us
+        + (constants.wake_us if num_sms > 1 == constants.usual_sms and load.num_tokens else 0.0),
         "lanes": load.num_lanes * constants.lane_ns / 1e3,
-        "rows": load.num_bytes / rate_gbps(constants, load.num_bytes) / 1e3 if load.num_bytes else 0.0,
+        "rows": load.num_bytes / rate / 1e3,
     }
+    if load.num_cast:
+        terms["cast"] = load.num_cast * constants.element_ps / 1e6
+    return terms
 
 
-def stored(operation: str, backend: str, num_ranks: int, num_nodes: int) -> Constants | None:
+def choose(constants: Constants, load: Load, most_sms: int) -> int:
+    """Return the fewest SMs with which the call takes no more than 2 % longer than with any number. Local."""
+    us = {n: sum(predict(constants, load, n).values()) for n in {*SMS, most_sms} if n <= most_sms}
+    least = min(us.values())
+    return min(n for n in us if us[n] <= SLACK * least)
+
+
+class Plan:
+    """How many SMs each call takes where nobody says: worked out when a Buffer is made, by the calls' sizes."""
+
+    def __init__(
+        self,
+        found: dict[str, Constants],
+        load: Callable[[str, int], Load],
+        most_sms: dict[str, int],
+        most_tokens: int,
+    ) -> None:
+        """`load` counts a call of a subject and so many tokens; both dicts are by subject."""
+        sizes = [2**n - 1 for n in range(1, most_tokens.bit_length())] + [most_tokens]
+        self._by_bits = {
+            subject: [choose(c, load(subject, size), most_sms[subject]) for size in [0, *sizes]]
+            for subject, c in found.items()
+        }
+        self.most = max((max(by_bits) for by_bits in self._by_bits.values()), default=1)
+
+    def num_sms(self, subject: str, num_tokens: int) -> int | None:
+        """Return the SMs of a call; None where nothing was measured. Local."""
+        by_bits = self._by_bits.get(subject)
+        return None if by_bits is None else by_bits[min(num_tokens.bit_length(), len(by_bits) - 1)]
+
+    def says_only(self, usual: dict[str, int]) -> bool:
+        """Whether every call takes what it would take anyway. Local."""
+        return all(set(by_bits) == {usual[subject]} for subject, by_bits in self._by_bits.items())
+
+
+def stored(subject: str, backend: str, num_ranks: int, num_nodes: int) -> Constants | None:
     """Find the constants that were measured here, or None. Local.
 
     Raises
@@ -89,17 +160,44 @@ def stored(operation: str, backend: str, num_ranks: int, num_nodes: int) -> Cons
         The file is not what `python -m epcy calibrate` writes.
     """
     names: dict[str, type] = dict.fromkeys(Constants.__dataclass_fields__, float)
-    key = measured.key_of(backend, num_ranks, num_nodes, operation)
+    names |= {"usual_sms": int, "sizes_bytes": list, "gbps": list}
+    key = measured.key_of(backend, num_ranks, num_nodes, subject)
     entry = measured.get("calibration", key, names)
     if entry is None:
         return None
-    constants = Constants(**{name: float(entry[name]) for name in names})
-    if min(constants.small_gbps, constants.large_gbps) <= 0:
+    values: dict[str, Any] = {
+        name: tuple(entry[name]) if of is list else entry[name] for name, of in names.items()
+    }
+    constants = Constants(**values)
+    rates = (
+        constants.sm_gbps,
+        constants.most_gbps,
+        constants.usual_sms,
+        *constants.gbps,
+        *constants.sizes_bytes,
+    )
+    positive = all(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
+    ascending = positive and list(constants.sizes_bytes) == sorted(set(constants.sizes_bytes))
+    if not ascending or not len(constants.gbps) == len(constants.sizes_bytes) > 0:
         raise ArgumentError(
-            f"EPCY_CACHE_DIR: calibration of {key!r}: expected positive rates, got {constants.small_gbps} and "
-            f"{constants.large_gbps}; run python -m epcy calibrate again"
+            f"EPCY_CACHE_DIR: calibration of {key!r}: expected positive rates of ascending sizes, got "
+            f"{list(constants.gbps)} of {list(constants.sizes_bytes)}; run python -m epcy calibrate again"
         )
     return constants
+
+
+def all_stored(backend: str, num_ranks: int, num_nodes: int) -> dict[str, Constants]:
+    """Find what was measured here of every subject. Local; a Buffer asks when it is made.
+
+    Raises
+    ------
+    ArgumentError
+        The file is not what `python -m epcy calibrate` writes.
+    """
+    if not (measured.folder() / "calibration.json").exists():
+        return {}
+    found = {subject: stored(subject, backend, num_ranks, num_nodes) for subject in SUBJECTS}
+    return {subject: constants for subject, constants in found.items() if constants is not None}
 
 
 @dataclass(frozen=True)
@@ -111,13 +209,20 @@ class Explanation:
     operation : str
     load : Load
     floor_us : float
-        What the bytes alone would take at the large rate: None without calibration.
+        What the bytes alone would take at the best rate: None without calibration.
     terms_us : dict of str to float
-        Predicted time by term: "fixed", "lanes", "rows"; empty without calibration.
+        Predicted time by term: "fixed", "lanes", "rows", and "cast" for fp8 of the low-latency mode; empty without
+        calibration.
     measured_us : float or None
         Median of this Buffer's calls of the operation so far; None before the first.
     num_measured, mean_rows : int, float
-        How many those are, and the rows that one sends on average: a token's for each rank that it goes to.
+        How many those are, and the rows that one sends on average: a token's for each rank that it goes to, in the
+        low-latency mode for each expert.
+    num_sms : int or None
+        What the call has: SMs, threads of a rank on the host backend. None in the low-latency mode, which takes what
+        its tokens fill.
+    layout : str
+        "rank" or "expert"; "slots" in the low-latency mode.
     """
 
     operation: str
@@ -127,6 +232,8 @@ class Explanation:
     measured_us: float | None
     num_measured: int
     mean_rows: float
+    num_sms: int | None = None
+    layout: str = "rank"
 
     @property
     def predicted_us(self) -> float | None:
@@ -143,10 +250,12 @@ class Explanation:
 
     def __str__(self) -> str:
         load = self.load
+        sms = "" if self.num_sms is None else f", num_sms {self.num_sms}"
+        how = f"{self.layout} layout{sms}" if self.layout != "slots" else "low-latency slots"
         lines = [
-            f"{self.operation} of {load.num_tokens} tokens on {load.num_ranks} ranks, random routing",
+            f"{self.operation} of {load.num_tokens} tokens on {load.num_ranks} ranks, random routing, {how}",
             f"  to each other rank {load.rows_to_peer:.1f} rows of {load.row_bytes} bytes: "
-            f"{load.bytes_to_peer / 1e6:.3f} MB a link, {load.num_bytes / 1e6:.3f} MB with the rank's own",
+            f"{load.bytes_to_peer / 1e6:.3f} MB a link, {load.num_bytes / 1e6:.3f} MB moved with the rank's own",
         ]
         if self.predicted_us is None:
             lines.append("  no prediction: run python -m epcy calibrate on as many ranks first")
@@ -159,3 +268,23 @@ class Explanation:
             times = f"{self.num_measured} calls of {self.mean_rows:.0f} rows on average"
             lines.append(f"  measured  {self.measured_us:.1f} us: median of {times}")
         return "\n".join(lines)
+
+
+def explain(
+    subject: str,
+    load: Load,
+    constants: Constants | None,
+    num_sms: int | None,
+    kernels: dict[str, Any],
+    rows: Sequence[int],
+) -> Explanation:
+    """Put together what a Buffer knows: `kernels` and `rows` (sent, of all calls) as its stats have them. Local."""
+    op, _, by_expert = subject.partition(" ")
+    layout = by_expert or ("rank" if op in OPERATIONS[:2] else "slots")
+    terms = {} if constants is None else predict(constants, load, num_sms)
+    floor = None if constants is None else load.num_bytes / max(constants.gbps) / 1e3
+    times = kernels.get(op)
+    counts = [kernels[name].count for name in OPERATIONS[::2] if name in kernels]
+    mean = sum(rows) / sum(counts) if sum(counts) else 0.0
+    us, num = (None, 0) if times is None else (times.p50_us, times.count)
+    return Explanation(op, load, floor, terms, us, num, mean, num_sms, layout)

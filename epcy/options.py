@@ -91,13 +91,20 @@ OPTIONS: tuple[Option, ...] = (
     Option("faults", "str", "Faults on purpose, to try a job against them: `epcy.faults` describes them. Host backend; "
            "on nvshmem those before a call.", env="EPCY_FAULTS", compared=False),
     Option("num_sms", "int", "How much of the machine a call may use: threads a rank on the host backend (default 1), "
-           "multiprocessors on nvshmem (default 16 for dispatch on two ranks, 24 for combine).",
+           "multiprocessors on nvshmem (default 16 for dispatch on two ranks, 24 for combine). Where `python -m epcy "
+           "tune` or `calibrate` has measured the machine, the default is theirs.",
            env="EPCY_NUM_SMS", minimum=1, maximum=1024),
     Option("device", "int", "The GPU of this rank (nvshmem). By default the ranks of one machine take its visible GPUs "
            "in turn.", env="EPCY_DEVICE", minimum=0, maximum=1023, compared=False),
     Option("preinitialize", "bool", "Run warmup() in the constructor.", default=False, env="EPCY_PREINITIALIZE"),
     Option("spin_us", "float", "Microseconds that a host wait spins before it yields its core. By default 50 where "
            "every rank of the node has a core, else 2.", env="EPCY_SPIN_US", minimum=0, maximum=1e6),
+    Option("stream_bytes", "int", "From how many bytes of rows on a dispatch writes them past the caches (host). "
+           "By default 2 MiB; `python -m epcy tune` finds a better one.", env="EPCY_STREAM_BYTES", minimum=0,
+           maximum=2**62, compared=False),
+    Option("chunk_tokens", "int", "Tokens that a thread takes at a time, where num_sms is more than 1 (host). "
+           "By default 16; `python -m epcy tune` finds a better one.", env="EPCY_CHUNK_TOKENS", minimum=1,
+           maximum=2**31 - 1, compared=False),
     Option("stats", "bool", "Count calls, tokens, waits and times, for `Buffer.stats()`, `epcy.trace`, "
            "`epcy.metrics` and `python -m epcy top`. It costs 0.3 us a call at most.", default=True, env="EPCY_STATS",
            compared=False),

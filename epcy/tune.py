@@ -1,57 +1,128 @@
-"""`python -m epcy tune`: find the num_sms with which calls of a shape are fastest, all ranks together."""
+"""`python -m epcy tune`: find the values of the knobs with which calls of a shape are fastest, all ranks together."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from epcy import measured
-from epcy.calibrate import time_calls
 from epcy.errors import ArgumentError
 from epcy.options import BY_NAME
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["key_of", "lookup", "tune"]
+__all__ = ["KNOBS", "Found", "key_of", "lookup", "tune"]
+
+KNOBS: dict[str, type[int]] = {"num_sms": int, "stream_bytes": int, "chunk_tokens": int}  # options
+SLACK = 1.02  # what is no better than that does not count as better
+PASSES = 3  # over a knob's values; the best counts: other work on the machine comes and goes
+PARTS = ("dispatch", "experts", "combine")
+
+Found = dict[str, dict[int, dict[str, float]]]  # microseconds by knob, value and part of a step
 
 
-def key_of(backend: str, num_ranks: int, values: dict[str, Any]) -> str:
+def key_of(backend: str, num_ranks: int, values: Mapping[str, Any]) -> str:
     """Name the machine and the shape that a result is good for. Local."""
     shape = (f"{name} {values[name]}" for name in ("hidden", "num_experts", "num_topk"))
     return measured.key_of(backend, num_ranks, 1, *shape)
 
 
-def lookup(backend: str, num_ranks: int, values: dict[str, Any]) -> int | None:
-    """Return the num_sms that was found best for a shape, or None. Local; a Buffer asks when it is made.
+def lookup(backend: str, num_ranks: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that were found best for a shape, of those that have no value. Local.
+
+    A Buffer asks once, when it is made.
 
     Raises
     ------
     ArgumentError
         The file is not what `tune` writes, or says what num_sms cannot be.
     """
-    if not (measured.folder() / "tuning.json").exists():
-        return None
-    key = key_of(backend, num_ranks, values)
-    entry = measured.get("tuning", key, {"num_sms": int})
+    open_ = [name for name in KNOBS if values[name] is None]
+    if not open_ or not (measured.folder() / "tuning.json").exists():
+        return {}
+    known, key = knobs_of(backend), key_of(backend, num_ranks, values)
+    entry = measured.get("tuning", key, {name: KNOBS[name] for name in known})
     if entry is None:
-        return None
-    num_sms, limits = int(entry["num_sms"]), BY_NAME["num_sms"]
-    if not limits.minimum <= num_sms <= limits.maximum:  # type: ignore[operator]
-        raise ArgumentError(
-            f"EPCY_CACHE_DIR: {os.fspath(measured.folder() / 'tuning.json')!r}, entry {key!r}: expected num_sms of "
-            f"{limits.minimum} to {limits.maximum}, got {num_sms}; remove the file, or measure again"
-        )
-    return num_sms
+        return {}
+    found = {name: KNOBS[name](entry[name]) for name in known if name in open_}
+    for name, value in found.items():
+        limits = BY_NAME[name]
+        if not limits.minimum <= value <= limits.maximum:  # type: ignore[operator]
+            raise ArgumentError(
+                f"EPCY_CACHE_DIR: {os.fspath(measured.folder() / 'tuning.json')!r}, entry {key!r}: expected {name} of "
+                f"{limits.minimum} to {limits.maximum}, got {value}; remove the file, or measure again"
+            )
+    return found
 
 
-def candidates(backend: str, cores_a_rank: int) -> list[int]:
-    """Return the values to try. Local."""
-    if backend == "nvshmem":
-        return [4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128]
-    return sorted({n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n <= max(1, cores_a_rank)})
+def knobs_of(backend: str) -> tuple[str, ...]:
+    """Return the knobs that a backend has at run time. Local."""
+    return ("num_sms",) if backend == "nvshmem" else tuple(KNOBS)
+
+
+def candidates(knob: str, backend: str, cores_a_rank: int, usual: int) -> list[int]:
+    """Return the values to try; what is used now comes first, but for num_sms. Local."""
+    if knob == "num_sms":
+        if backend == "nvshmem":
+            return [4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128]
+        return sorted({n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n <= max(1, cores_a_rank)})
+    others: dict[str, tuple[int, ...]] = {
+        "stream_bytes": (0, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 25, 1 << 40),  # the last: never
+        "chunk_tokens": (2, 4, 8, 16, 32, 64, 128),
+    }
+    return [usual, *(value for value in others[knob] if value != usual)]
+
+
+@dataclass
+class Step:
+    """A dispatch, experts that read every row and write as many, and a combine, with random routing."""
+
+    buf: Any
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        xp, options, rng = self.buf.xp, self.buf.options, np.random.default_rng([7, self.buf.rank])
+        scores = rng.random((self.num_tokens, options["num_experts"]))
+        self.idx = xp.asarray(np.argsort(scores, axis=1)[:, : options["num_topk"]].astype(np.int64))
+        x = rng.random((self.num_tokens, options["hidden"]), np.float32)
+        self.x = xp.asarray(x.astype(np.float16))
+        self.weights = xp.ones((self.num_tokens, options["num_topk"]), np.float32)
+
+    def run(self) -> tuple[float, ...]:
+        """Return the microseconds of each part. Collective, blocking."""
+        buf, marks = self.buf, []
+        buf.barrier()
+
+        def mark() -> None:
+            buf.capture().synchronize()
+            marks.append(time.perf_counter())
+
+        mark()
+        r = buf.dispatch(self.x, self.idx, self.weights)
+        mark()
+        y = buf.combine_input(r.handle, np.float16)
+        y[...] = r.recv_x
+        mark()
+        buf.combine(y, r.handle)
+        mark()
+        return tuple(1e6 * (end - start) for start, end in zip(marks, marks[1:], strict=False))
+
+    def measure(self, seconds: float) -> dict[str, float]:
+        """Return the median of each part, each the slowest rank's. Collective, blocking, for about `seconds`."""
+        for _ in range(2):
+            self.run()
+        start = time.perf_counter()
+        self.run()
+        each = self.buf.comm.allreduce(time.perf_counter() - start) / self.buf.size
+        us = [self.run() for _ in range(max(5, min(300, int(seconds / max(each, 1e-6)))))]
+        slowest = np.array(self.buf.comm.allgather(us)).max(axis=0)  # (runs, parts)
+        return dict(zip(PARTS, np.median(slowest, axis=0).tolist(), strict=True))
 
 
 def tune(
@@ -59,14 +130,16 @@ def tune(
     num_tokens: int,
     *,
     seconds: float = 30.0,
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], object] = lambda text: None,
+    step: Callable[[str], object] = lambda text: None,
     **options: Any,
-) -> dict[int, dict[str, float]]:
-    """Time a dispatch and a combine for each value of num_sms, and keep the best in the user's cache folder.
+) -> Found:
+    """Time a step for each value of each knob, and keep the best in the user's cache folder.
 
-    Collective, blocking, for about `seconds` at most: values that the time does not suffice for are left out. What
-    counts is the sum of both medians, of the slowest rank; the smallest value within 2 % of the best one wins, so that
-    what is left over stays with the experts.
+    Collective, blocking, for about `seconds` at most: values that the time does not suffice for are left out. A step is
+    a dispatch, experts that read and write every row, and a combine; what counts is the slowest rank of each. Knobs are
+    tried one after another, each with the best of those before it. Another value must be more than 2 % better than the
+    one in use; of num_sms the smallest within 2 % of the best wins, so that what is left over stays with the experts.
 
     Parameters
     ----------
@@ -76,49 +149,81 @@ def tune(
     seconds : float
     say : callable
         Gets a line of text for each value tried, on rank 0.
+    step : callable
+        Is told, on every rank, what is tried next.
     **options
-        Of the Buffer: hidden, num_experts and num_topk at least.
+        Of the Buffer: hidden, num_experts and num_topk at least. A knob that is given is not tried.
 
     Returns
     -------
-    dict of int to dict
-        Microseconds by num_sms: "dispatch", "combine".
+    dict
+        Microseconds by knob, value and part: "dispatch", "experts", "combine".
     """
     import epcy
 
-    found: dict[int, dict[str, float]] = {}
     start = time.monotonic()
+    found: Found = {}
+    given = {name for name in KNOBS if options.get(name) is not None}
     options = {"num_max_tokens_per_rank": num_tokens, "dtype": "float16", **options, "preinitialize": True}
     with epcy.Buffer(comm, **options) as buf:
-        cores = min(buf.topology.cpus_per_node) // max(buf.topology.ranks_per_node)
-        tried = candidates(buf.backend, cores)
-        for at, num_sms in enumerate(tried):
-            left = seconds - (time.monotonic() - start)
-            if comm.bcast(left <= 0) and found:
-                break
-            buf.set_num_sms(num_sms)
-            share = comm.bcast(max(left, 0.1) / (len(tried) - at))
-            found[num_sms] = time_calls(buf, num_tokens, buf.options["num_topk"], share)
-            if comm.rank == 0:
-                us = found[num_sms]
-                say(
-                    f"{at + 1} of {len(tried)}: num_sms {num_sms:>3}: dispatch {us['dispatch']:.1f} us, "
-                    f"combine {us['combine']:.1f} us"
-                )
-        best = choose(found)
+        cores = max(1, min(buf.topology.cpus_per_node) // max(buf.topology.ranks_per_node))
+        best = {name: buf.options[name] for name in knobs_of(buf.backend)}
+        names = [name for name in knobs_of(buf.backend) if name not in given]
+        work = Step(buf, num_tokens)
+        for at, name in enumerate(names):
+            values = candidates(name, buf.backend, cores, best[name])
+            if name == "chunk_tokens" and best["num_sms"] == 1:
+                values = values[:1]  # one thread takes them all
+            if len(values) > 1:
+                left = comm.bcast((seconds - (time.monotonic() - start)) / (len(names) - at))
+                found[name] = sweep(work, name, values, max(left, 0.1), step)
+                best[name] = choose(found[name], None if name == "num_sms" else best[name])
+                buf._use_knobs(**{name: best[name]})
+                if comm.rank == 0:
+                    say_all(name, found[name], best[name], say)
         if comm.rank == 0:
             key = key_of(buf.backend, comm.size, buf.options)
-            path = measured.put(
-                "tuning",
-                key,
-                {"num_sms": best, "num_tokens": num_tokens, "us": {str(n): t for n, t in found.items()}},
-            )
-            say(f"num_sms {best} is kept in {path} for {key}")
+            us = {name: {str(value): us for value, us in tried.items()} for name, tried in found.items()}
+            path = measured.put("tuning", key, {**best, "num_tokens": num_tokens, "us": us})
+            kept = ", ".join(f"{name} {value}" for name, value in best.items())
+            say(f"{kept}: kept in {path} for {key}")
     return found
 
 
-def choose(found: dict[int, dict[str, float]]) -> int:
-    """Return the smallest num_sms within 2 % of the best. Local."""
-    whole = {num_sms: sum(us.values()) for num_sms, us in found.items()}
+def sweep(
+    work: Step, name: str, values: list[int], seconds: float, step: Callable[[str], object]
+) -> dict[int, dict[str, float]]:
+    """Time a step with each value, a few times over. Collective, blocking, for about `seconds`."""
+    comm, start = work.buf.comm, time.monotonic()
+    found: dict[int, dict[str, float]] = {}
+    for _ in range(PASSES):
+        for value in values:
+            if comm.bcast(time.monotonic() - start > seconds) and found:
+                return found
+            step(f"{name} {value}")
+            work.buf._use_knobs(**{name: value})
+            us = work.measure(seconds / len(values) / PASSES)
+            if value not in found or sum(us.values()) < sum(found[value].values()):
+                found[value] = us
+    return found
+
+
+def choose(found: Mapping[int, Mapping[str, float]], usual: int | None) -> int:
+    """Return the best value: the usual one where none is 2 % better; where there is none the smallest. Local."""
+    whole = {value: sum(us.values()) for value, us in found.items()}
     least = min(whole.values())
-    return min(num_sms for num_sms, us in whole.items() if us <= 1.02 * least)
+    if usual is None:
+        return min(value for value, us in whole.items() if us <= SLACK * least)
+    if usual in whole and whole[usual] <= SLACK * least:
+        return usual
+    return min(whole, key=lambda value: whole[value])
+
+
+def say_all(
+    name: str, found: Mapping[int, Mapping[str, float]], best: int, say: Callable[[str], object]
+) -> None:
+    """Tell what was found of a knob, a line for each value. Local."""
+    for value in sorted(found):
+        parts = ", ".join(f"{part} {us:.1f}" for part, us in found[value].items())
+        mark = "  <- best" if value == best else ""
+        say(f"{name} {value}: {sum(found[value].values()):.1f} us a step: {parts}{mark}")

@@ -252,8 +252,19 @@ cdef class Backend:
         return self.low_latency.inputs[self.low_latency.give_input()][kind]
 
     def use_sms(self, num_sms):
-        """Let calls use so much of the machine from now on."""
+        """Let calls use so much of the machine from now on; None: the backend's own choice."""
         raise NotImplementedError
+
+    def use_knobs(self, dict options):
+        """Take from now on what the options say of how a call goes about its work; nothing where only num_sms does."""
+
+    def num_blocks(self, str op, str layout):
+        """How much of the machine a "dispatch" or "combine" takes now."""
+        raise NotImplementedError
+
+    def most_sms(self, str op, str layout, int num_cores):
+        """How much could be of use to one; `num_cores`: of a rank."""
+        return self.num_blocks(op, layout)
 
     # ---- what has no meaning where every call is over when it returns ------------------------------------------
 

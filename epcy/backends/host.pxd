@@ -66,6 +66,7 @@ cdef extern from "epcy/host.h" nogil:
         int64_t rank
         char **base
         uint64_t epoch
+        int64_t chunk_tokens, stream_bytes
         epcy_status *page
         epcy_meter *meter
         uint8_t *masked
@@ -141,6 +142,7 @@ cdef extern from "epcy/host.h" nogil:
         int64_t *num_dropped
 
     int64_t epcy_host_control_bytes(const epcy_shape *shape)
+    const int64_t EPCY_CHUNK_TOKENS, EPCY_STREAM_BYTES
     int epcy_host_open(epcy_host *h, double spin_us, int num_threads)
     void epcy_host_close(epcy_host *h)
     void epcy_host_touch(const epcy_host *h, int64_t rank, int64_t offset, int64_t num_bytes)
@@ -199,6 +201,7 @@ cdef class HostBackend(Backend):
     cdef Heap heap
     cdef object page, page_path, __weakref__
     cdef uint64_t num_resets
+    cdef int num_threads                # of a call, now
     cdef int reset_round                # 0: no reset() is half done; else the round to go on with
 
     cdef object open_status(self, directory)

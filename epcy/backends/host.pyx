@@ -97,7 +97,7 @@ cdef class HostBackend(Backend):
         cdef int size = comm.size
         super().__init__(comm, shape, options, identities, token, np)
         self.h.shape, self.h.rank = self.shape, comm.rank
-        options["num_sms"] = options["num_sms"] or 1
+        options["num_sms"] = self.num_threads = options["num_sms"] or 1
         nbytes = heap_layout(shape)["total"]
         self.reach("constructor", "arrival")
         error = no_room(nbytes, size)
@@ -113,6 +113,9 @@ cdef class HostBackend(Backend):
         error = None
         if code:
             error = HeapError(f"num_sms: could not start {options['num_sms']} threads ({os.strerror(code)})")
+        options["stream_bytes"] = EPCY_STREAM_BYTES if options["stream_bytes"] is None else options["stream_bytes"]
+        options["chunk_tokens"] = options["chunk_tokens"] or EPCY_CHUNK_TOKENS
+        self.use_knobs(options)
         if self.meter is not None:
             self.h.meter = self.meter.m
         error = self.open_status(options["status_dir"]) or error
@@ -139,6 +142,19 @@ cdef class HostBackend(Backend):
         if code:
             raise HeapError(f"num_sms: could not start {num_sms} threads ({os.strerror(code)}; rank {self.rank}); "
                             "give fewer")
+        self.num_threads = num_sms or 1
+
+    def use_knobs(self, dict options):
+        """Take from now on what the options say of how a call goes about its work."""
+        self.h.stream_bytes, self.h.chunk_tokens = options["stream_bytes"], options["chunk_tokens"]
+
+    def num_blocks(self, str op, str layout):
+        """How many threads a call has now."""
+        return self.num_threads
+
+    def most_sms(self, str op, str layout, int num_cores):
+        """How many threads could be of use: a core each."""
+        return num_cores
 
     cdef object open_status(self, directory):
         """Map the status file; the first fields of it and of the status in the window."""

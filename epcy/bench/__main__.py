@@ -13,7 +13,18 @@ from mpi4py import MPI
 
 import epcy
 from epcy import backends
-from epcy.bench import arguments, cases, checking, environment, first_call, measure, suites, table
+from epcy.bench import (
+    arguments,
+    cases,
+    checking,
+    environment,
+    first_call,
+    measure,
+    pictures,
+    prediction,
+    suites,
+    table,
+)
 from epcy.bench.arguments import Arguments
 from epcy.bench.workload import BUFFER_DTYPES, Shape, draw_inputs
 
@@ -45,6 +56,8 @@ def measure_line(
             beside = table.baseline_figures(BASELINE, baseline_times, times.us_p50)
             if expected is not None:
                 baseline_wrong = comm.allreduce(checking.check_baseline(exchange, expected, case))
+        if given.predict:
+            beside |= prediction.predict(buf, given, case, num_tokens, times.us_p50)
         backend, num_sms = buf.backend, buf.num_sms
     return table.Row(
         case=case,
@@ -92,6 +105,8 @@ def make_buffer(comm: MPI.Intracomm, given: Arguments, shape: Shape) -> epcy.Buf
 
 def refuse_what_is_missing(given: Arguments, backend: str) -> None:
     """Raise NotSupportedError for what this build or this backend does not have."""
+    if given.predict:
+        prediction.refuse_what_has_none(given)
     if given.mode == "ll" and not LOW_LATENCY:
         raise epcy.NotSupportedError("--mode ll: low-latency calls are not there yet; leave --mode out (ht)")
     if backend == "host" and (given.graph or given.suite == "figures"):
@@ -149,15 +164,14 @@ def run_on_host(
                     again = replace(given, inspect=True, baseline=())
                     rows[-1] = rows[-1].with_check(measure_line(comm, again, case, num_tokens, memcpy_gbps))
             say(table.line(rows[-1]) + table.notes(rows[-1]))
+    say(prediction.summary(rows))
+    if given.plot is not None:
+        say(pictures.draw(comm, given, rows, {}))
     if comm.rank == 0:
         if given.json is not None:
             with open(given.json, "w", encoding="utf-8") as file:
                 json.dump({"schema": 1, "env": env, "rows": [row.as_json() for row in rows]}, file, indent=1)
                 file.write("\n")
-        if given.plot is not None:
-            from epcy.bench import plot
-
-            plot.draw(rows, given.plot)
     return int(any((row.wrong or 0) + (row.baseline_wrong or 0) for row in rows))
 
 
@@ -178,9 +192,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             backend = backends.find(given.backend)[0]
             refuse_what_is_missing(given, backend)
             suites.expand(given, comm.size)
+            if given.predict:
+                prediction.refuse_without_constants(backend, comm.size)
         except SystemExit as exit_:
             given, status = None, int(exit_.code or 0)
-        except (epcy.NotSupportedError, epcy.BackendUnavailableError) as error:
+        except (epcy.ArgumentError, epcy.NotSupportedError, epcy.BackendUnavailableError) as error:
             sys.stderr.write(f"epcy.bench: {type(error).__name__}: {error}\n")
             given, status = None, 2
         sys.stdout.flush()

@@ -62,6 +62,7 @@ class Arguments:
     seed: int = 0
     json: str | None = None
     plot: str | None = None
+    predict: bool = False
     suite: str | None = None
 
     @property
@@ -235,8 +236,18 @@ def _make_parser() -> argparse.ArgumentParser:
         help="time each line again with the Buffer's option check (EPCY_CHECK=1)",
     )
     add("--seed", type=_natural, default=default.seed, help="of tokens and routings (%(default)s)")
+    add(
+        "--predict",
+        action="store_true",
+        help="compare with the model of `python -m epcy calibrate`, run before",
+    )
     add("--json", metavar="FILE", help="write every line and the environment")
-    add("--plot", metavar="FILE", help="draw median times (matplotlib)")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw time and bandwidth against tokens; beside it FILE-routing, and with the case overlap FILE-overlap "
+        "(matplotlib)",
+    )
     return parser
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from mpi4py import MPI
 
 import epcy
-from epcy.bench import device_table, environment, links, nccl, table
+from epcy.bench import device_table, environment, links, nccl, pictures, prediction, table
 from epcy.bench.arguments import CASES, Arguments
 from epcy.bench.lines import Bench
 
@@ -59,11 +59,10 @@ def run(
                 if comm.rank == 0 and given.json is not None:
                     write(given.json, env, rates, rows)
                 free_pool(backend)
+        say(prediction.summary(rows))
         bench.close()  # after an exception the other ranks may be anywhere: nothing collective then
-        if comm.rank == 0 and given.plot is not None:
-            from epcy.bench import plot
-
-            plot.draw(rows, given.plot)
+        if given.plot is not None:
+            say(pictures.draw(comm, given, rows, bench.timeline))
         return int(any((row.wrong or 0) + (row.baseline_wrong or 0) for row in rows))
 
 

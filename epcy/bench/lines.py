@@ -7,13 +7,14 @@ from typing import Any
 from mpi4py import MPI
 
 import epcy
-from epcy.bench import first_call, overlap, table
+from epcy.bench import first_call, overlap, prediction, table
 from epcy.bench.arguments import Arguments
 from epcy.bench.clocks import EventClock, GraphClock, HostClock, Measured, time_work
 from epcy.bench.cupy_baseline import CupyExchange
 from epcy.bench.datasets import DataSet, draw_sets
 from epcy.bench.figures import count_bytes, figures
 from epcy.bench.nccl import AllToAll, Nccl
+from epcy.bench.plot import Bar
 from epcy.bench.settings import buffer_options, calls_of, setting_of, shape_of, what_of
 from epcy.bench.works import WORKS
 
@@ -27,6 +28,7 @@ class Bench:
         self.options: dict[str, Any] = {}
         self.nccl: Nccl | None = None
         self.peer_copy_gbps: float | None = None
+        self.timeline: dict[str, list[Bar]] = {}  # of the last line of the case overlap, of this rank
 
     def get_buffer(self, **options: Any) -> epcy.Buffer:
         """Return a Buffer with these options. Collective, blocking."""
@@ -86,10 +88,14 @@ class Bench:
         if case == "overlap":
             work: Any = overlap.Overlap(calls, sets, inner=given.inner, **how)
             measured, beside = overlap.measure(work, time)
+            if given.plot is not None:
+                self.timeline = work.timeline()
         else:
             work = WORKS[case](calls, sets, **how)
             measured = time(work)
             beside = self._baselines(buf, given, case, sets, measured.times.us_p50)
+        if given.predict:
+            beside |= prediction.predict(buf, given, case, num_tokens, measured.times.us_p50)
         buf.check()
         in_array = not gives_back and not work.from_heap
         return table.Row(

@@ -7,8 +7,10 @@ many rows as come on the average, so that what the calls move is compared as in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy as np
 from epcy.bench.calls import LowLatency
 from epcy.bench.clocks import Measured
 from epcy.bench.datasets import DataSet
+from epcy.bench.plot import Bar
 from epcy.bench.works import Roundtrip
 
 ORDERS = ("in sequence", "communication", "overlapped")
@@ -29,6 +32,7 @@ class Overlap(Roundtrip):
     def __init__(self, calls: Any, sets: list[list[DataSet]], *, inner: int, **how: Any) -> None:
         super().__init__(calls, sets, **how)
         self.order, self.inner = ORDERS[0], inner
+        self.marks: Marks | None = None
         xp, shape = self.xp, self.setting.shape
         dtype = np.dtype(np.float32 if xp is np else np.float16)
         rows = max(1, shape.num_tokens * shape.num_topk)  # of all ranks' tokens, those of this rank's experts
@@ -57,12 +61,14 @@ class Overlap(Roundtrip):
         for call in range(self.num_calls):
             number = call % len(self.slots)
             if multiplies:
-                self._dense()
-            result = self.calls.dispatch(self.slots[number])
+                self._dense(call)
+            with self._part("dispatch", call):
+                result = self.calls.dispatch(self.slots[number])
             if multiplies:
-                self._experts()
+                self._experts(call)
             handle = self.calls.handle(result)
-            self.combine(call, number, self.y(handle), handle)
+            with self._part("combine", call):
+                self.combine(call, number, self.y(handle), handle)
             self.results.append((number, result))
 
     def _overlapped(self) -> None:
@@ -71,26 +77,88 @@ class Overlap(Roundtrip):
             pair = (first, first + 1)
             for call in pair:
                 if call - 2 in hooks:
-                    hooks.pop(call - 2)()
-                self._dense()
+                    with self._part("combine receive", call):
+                        hooks.pop(call - 2)()
+                self._dense(call)
                 number = call % len(self.slots)
-                self.results.append((number, self.calls.dispatch(self.slots[number], return_recv_hook=True)))
+                with self._part("dispatch send", call):
+                    result = self.calls.dispatch(self.slots[number], return_recv_hook=True)
+                self.results.append((number, result))
             for call in pair:
                 number, result = self.results[call]
-                result[4]()
-                self._experts()
+                with self._part("dispatch receive", call):
+                    result[4]()
+                self._experts(call)
                 handle, out = self.calls.handle(result), self.outs[call % 2]
-                hooks[call] = self.calls.send_back(self.y(handle), handle, out)
+                with self._part("combine send", call):
+                    hooks[call] = self.calls.send_back(self.y(handle), handle, out)
                 self.sums.append((number, out))
-        for hook in hooks.values():
-            hook()
+        for call, hook in hooks.items():
+            with self._part("combine receive", call):
+                hook()
 
-    def _dense(self) -> None:
-        self.xp.matmul(self.tokens, self.dense, out=self.h)
+    def _dense(self, call: int) -> None:
+        with self._part("product", call):
+            self.xp.matmul(self.tokens, self.dense, out=self.h)
 
-    def _experts(self) -> None:
-        self.xp.matmul(self.rows, self.up, out=self.between)
-        self.xp.matmul(self.between, self.down, out=self.back)
+    def _experts(self, call: int) -> None:
+        with self._part("product", call):
+            self.xp.matmul(self.rows, self.up, out=self.between)
+            self.xp.matmul(self.between, self.down, out=self.back)
+
+    def _part(self, name: str, call: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.marks is None else self.marks.part(name, call)
+
+    def timeline(self) -> dict[str, list[Bar]]:
+        """Go through the orders with products a few times more, eagerly; return what this rank did in the shortest.
+
+        Collective, blocking.
+        """
+        found: dict[str, list[Bar]] = {}
+        for order in (ORDERS[0], ORDERS[2]) * 5:
+            self.order = order
+            self.load(0)
+            self.calls.buf.barrier()
+            self.marks = Marks(self.xp)
+            self.issue()
+            bars, self.marks = self.marks.bars(), None
+            if order not in found or bars[-1].end_us < found[order][-1].end_us:
+                found[order] = bars
+        return found
+
+
+class Marks:
+    """When parts began and ended: by the host's clock, or by events of the current stream."""
+
+    def __init__(self, xp: Any) -> None:
+        self.xp = xp
+        self.taken: list[tuple[Any, Any, str, str]] = []
+        self.start = self.now()
+
+    def now(self) -> Any:
+        if self.xp is np:
+            return perf_counter()
+        event = self.xp.cuda.Event()
+        event.record()
+        return event
+
+    @contextmanager
+    def part(self, name: str, call: int) -> Iterator[None]:
+        start = self.now()
+        yield
+        self.taken.append((start, self.now(), name, f"micro-batch {'ab'[call % 2]}"))
+
+    def since_us(self, moment: Any) -> float:
+        if self.xp is np:
+            return float((moment - self.start) * 1e6)
+        moment.synchronize()
+        return float(self.xp.cuda.get_elapsed_time(self.start, moment) * 1e3)
+
+    def bars(self) -> list[Bar]:
+        """Return the parts. Local, blocking."""
+        return [
+            Bar(self.since_us(start), self.since_us(end), name, lane) for start, end, name, lane in self.taken
+        ]
 
 
 def measure(work: Overlap, time: Callable[[Overlap], Measured]) -> tuple[Measured, dict[str, Any]]:

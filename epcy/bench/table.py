@@ -74,6 +74,10 @@ class Row:
     warmup_us: float | None = None
     check_us_p50: float | None = None  # with the Buffer's option check
     baselines: tuple[dict[str, Any], ...] = ()
+    # with --predict: what the model says, its error as a share of us_p50, and the terms
+    predicted_us: float | None = None
+    prediction_error: float | None = None
+    predicted_terms_us: dict[str, float] | None = None
 
     def with_check(self, checked: Row) -> Row:
         """Return this line with the time of the same calls under the option check; rows wrong there count here."""
@@ -167,9 +171,26 @@ def line(row: Row) -> str:
 
 def notes(row: Row) -> str:
     """Return what a row says beside its line: comment lines, or nothing."""
-    if row.check_us_p50 is not None:
-        times = f"{row.check_us_p50 / row.us_p50:.2f} times"
-        return f"#   with EPCY_CHECK=1: median {_short(row.check_us_p50)} us, {times} as long\n"
+    return _prediction(row) + _check(row) + _more(row)
+
+
+def _prediction(row: Row) -> str:
+    if row.predicted_us is None or row.predicted_terms_us is None:
+        return ""
+    terms = ", ".join(f"{name} {_short(us)}" for name, us in row.predicted_terms_us.items())
+    return (
+        f"#   predicted {_short(row.predicted_us)} us ({row.prediction_error:+.0%} of the median): {terms}\n"
+    )
+
+
+def _check(row: Row) -> str:
+    if row.check_us_p50 is None:
+        return ""
+    times = f"{row.check_us_p50 / row.us_p50:.2f} times"
+    return f"#   with EPCY_CHECK=1: median {_short(row.check_us_p50)} us, {times} as long\n"
+
+
+def _more(row: Row) -> str:
     if row.hidden_share is not None:
         return (
             f"#   us a call: in sequence {_short(row.us_sequence_p50)}, overlapped {_short(row.us_p50)}, communication "

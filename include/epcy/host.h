@@ -82,6 +82,8 @@ typedef struct epcy_host {
   int64_t num_masked;
   struct epcy_pool *pool; /* NULL: one thread */
   int num_threads;        /* of the pool, the caller among them */
+  int64_t chunk_tokens;   /* that a thread takes at a time */
+  int64_t stream_bytes;   /* a dispatch that sends so many, or more, passes the caches by */
   epcy_meter *meter;      /* NULL: nothing is counted */
 } epcy_host;
 
@@ -155,6 +157,8 @@ extern "C" {
 
 /* control.c: words, records, waits, status. */
 int64_t epcy_host_control_bytes(const epcy_shape *shape);
+#define EPCY_CHUNK_TOKENS 16
+#define EPCY_STREAM_BYTES (2 << 20)
 int epcy_host_open(epcy_host *h, double spin_us, int num_threads); /* 0, or an errno */
 void epcy_host_close(epcy_host *h);
 /* Look at every page of a range of a rank's memory, so that this process has them: nothing is changed. */

@@ -89,7 +89,7 @@ void epcy_host_combine_rows(epcy_host *h, const epcy_host_combine *call) {
   const int layout = epcy_host_record(h, h->rank, h->epoch)->layout;
   const combine_context c = {h, call, layout == EPCY_LAYOUT_RANK ? ORDER_ROWS : ORDER_RANKS, rows,
                              epcy_simd_table()->sum[call->dtype]};
-  epcy_pool_run(h->pool, combine_tokens, &c, call->num_tokens, 16);
+  epcy_pool_run(h->pool, combine_tokens, &c, call->num_tokens, h->chunk_tokens);
 }
 
 int64_t epcy_host_low_latency_combine(epcy_host *h, const epcy_low_latency_combine *call) {

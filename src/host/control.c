@@ -203,6 +203,8 @@ int epcy_host_open(epcy_host *h, double spin_us, int num_threads) {
   h->spin_us = spin_us;
   h->pool = NULL;
   h->num_threads = 1;
+  h->chunk_tokens = EPCY_CHUNK_TOKENS;
+  h->stream_bytes = EPCY_STREAM_BYTES;
   h->scratch = malloc(sizeof(int64_t) * (size_t)(h->shape.num_ranks + h->shape.num_experts));
   h->masked = calloc((size_t)h->shape.num_ranks, 1);
   h->num_masked = 0;

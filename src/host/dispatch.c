@@ -179,9 +179,10 @@ static void fill_rows(const epcy_host *h, const epcy_host_dispatch *call, int la
 void epcy_host_send(epcy_host *h, const epcy_host_dispatch *call) {
   const int layout = epcy_host_record(h, h->rank, h->epoch)->layout;
   /* Rows for one's own rank and small calls stay in the cache for the reader; large ones would only push it out. */
-  const int64_t sent = call->num_tokens * call->row_bytes *
-                       (h->shape.num_topk < h->shape.num_ranks ? h->shape.num_topk : h->shape.num_ranks);
-  const send_context c = {h, call, epcy_simd_table(), layout, sent >= (1 << 20)};
-  epcy_pool_run(h->pool, send_tokens, &c, call->num_tokens, 16);
+  const int64_t num_topk = h->shape.num_topk, num_ranks = h->shape.num_ranks;
+  const int64_t rows = layout == EPCY_LAYOUT_EXPERT || num_topk < num_ranks ? num_topk : num_ranks; /* of a token */
+  const send_context c = {h, call, epcy_simd_table(), layout,
+                          call->num_tokens * rows * call->row_bytes >= h->stream_bytes};
+  epcy_pool_run(h->pool, send_tokens, &c, call->num_tokens, h->chunk_tokens);
   fill_rows(h, call, layout);
 }

@@ -1,11 +1,14 @@
 """The bench as users run it: every row right, the file as documented, refusals on all ranks."""
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import epcy
+from epcy import measured, model
 from epcy.bench import suites
 from epcy.bench.__main__ import LOW_LATENCY, main
 
@@ -88,6 +91,54 @@ def test_the_suite_of_decoding(comm, monkeypatch, capsys):
     monkeypatch.setitem(suites.SETS, "decoding", tuple(lines))
     assert main(["--suite", "decoding", "--backend", "host", "-n", "2", "-w", "1"]) == 0
     assert ("ll overlap bf16" in capsys.readouterr().out) == (comm.rank == 0)
+
+
+@pytest.fixture
+def cache(same, tmp_path, monkeypatch):
+    folder = same(str(tmp_path / "cache"))
+    monkeypatch.setenv("EPCY_CACHE_DIR", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--layout", "expert"], ["dispatch", "combine", "--mode", "ll", "--dtype", "fp8"]],
+    ids=" ".join,
+)
+def test_prediction_beside_the_clock(comm, same, tmp_path, capsys, small, cache, options):
+    assert main([*small, *options, "--predict"]) == 2  # nothing is known yet
+    assert ("python -m mpi4py -m epcy calibrate" in capsys.readouterr().err) == (comm.rank == 0)
+    if comm.rank == 0:
+        known = model.Constants(10.0, 1.0, 2.0, 0.0, 1, 1.0, 1.0, (1e3, 1e6), (2.0, 4.0))
+        for subject in model.SUBJECTS:
+            measured.put("calibration", measured.key_of("host", comm.size, 1, subject), asdict(known))
+    comm.Barrier()
+    path = same(str(tmp_path / "rows.json"))
+    assert main([*small, *options, "--predict", "--json", path]) == 0
+    out = capsys.readouterr().out
+    comm.Barrier()
+    with open(path, encoding="utf-8") as file:
+        rows = json.load(file)["rows"]
+    for row in rows:
+        calls = 2 if row["case"] == "roundtrip" else 1
+        assert row["predicted_terms_us"]["fixed"] == 10 * calls
+        assert row["predicted_us"] == pytest.approx(sum(row["predicted_terms_us"].values()), rel=1e-3)
+        assert row["prediction_error"] == pytest.approx(row["predicted_us"] / row["us_p50"] - 1, abs=0.01)
+        assert ("cast" in row["predicted_terms_us"]) == (row["mode"] == "ll" and row["case"] == "dispatch")
+    assert out.count("#   predicted ") == (len(rows) if comm.rank == 0 else 0)
+    assert out.count("# prediction: within 15%") == (2 if comm.rank == 0 else 0)
+
+
+def test_pictures_of_a_run(comm, same, tmp_path, capsys, small):
+    pytest.importorskip("matplotlib")
+    path = same(str(tmp_path / "run.png"))
+    options = ["dispatch", "overlap", "--mode", "ll", "--calls", "4", "--inner", "16", "--routing", "skewed"]
+    assert main([*options, *small, "--plot", path]) == 0
+    out = capsys.readouterr().out
+    comm.Barrier()
+    for picture in ("run.png", "run-routing.png", "run-overlap.png"):
+        assert Path(path).with_name(picture).stat().st_size > 5000
+        assert (picture in out) == (comm.rank == 0)
 
 
 def test_recorded_routing(comm, same, tmp_path, small):

@@ -2,13 +2,14 @@
 
 import json
 import platform
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 MPI = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
-from epcy.bench import arguments, checking, environment, measure, table, workload  # noqa: E402
+from epcy.bench import arguments, checking, environment, measure, prediction, table, workload  # noqa: E402
 
 SHAPE = workload.Shape(num_tokens=6, hidden=256, num_topk=2, num_experts=8, dtype="bf16")
 
@@ -247,8 +248,107 @@ def test_plot_is_written(tmp_path):
     from epcy.bench import plot
 
     rows = [make_row(tokens=tokens, baseline="b", baseline_us_p50=200.0) for tokens in (8, 64)]
-    plot.draw(rows, str(tmp_path / "plot.png"))
+    assert plot.draw(rows, str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert not plot.draw([make_row(case="first-call")], str(tmp_path / "none.png"))
+    assert not (tmp_path / "none.png").exists()
+
+
+def text_of(path):
+    return [node.text or "" for node in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+
+
+@pytest.fixture
+def svg(monkeypatch):
+    """Pictures whose words can be read."""
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+
+
+def test_curves_have_the_floor_and_every_baseline(svg, tmp_path):
+    from epcy.bench import plot
+
+    beside = [{"name": name, "us_p50": 300.0} for name in ("cupy", "nccl-alltoall")]
+    rows = [
+        make_row(tokens=8, backend="nvshmem", mode="ll", baselines=tuple(beside)),
+        make_row(case="combine"),
+    ]
+    plot.draw(rows, str(tmp_path / "a.svg"))
+    words = " ".join(text_of(tmp_path / "a.svg"))
+    for word in (
+        "cupy",
+        "nccl-alltoall",
+        "floor",
+        "epcy",
+        "Time",
+        "Bandwidth",
+        "tokens a rank",
+        "rate of a copy",
+    ):
+        assert word in words, word
+    series = {(name, kind): us for name, kind, _, us in plot._series(rows)}
+    assert [kind for name, kind in series if name.startswith("ll")] == [
+        "epcy",
+        "floor",
+        "cupy",
+        "nccl-alltoall",
+    ]
+    assert series["ll dispatch bf16 E8", "cupy"] == [300.0]
+
+
+def test_heat_map_names_the_busiest_expert(svg, tmp_path):
+    from epcy.bench import plot
+
+    counts = np.full((2, 8), 10)
+    counts[1, 5] = 70
+    plot.draw_routing(counts, str(tmp_path / "a.svg"), "skewed routing")
+    words = " ".join(text_of(tmp_path / "a.svg"))
+    assert "skewed routing; busiest expert 5: 2.91 of the mean" in words and "from rank" in words
+
+
+def test_timeline_shows_each_order(svg, tmp_path):
+    from epcy.bench import plot
+
+    orders = {"in sequence": [plot.Bar(0, 70, "product", "a"), plot.Bar(70, 90, "dispatch", "a")],
+              "overlapped": [plot.Bar(0, 40, "product", "a"), plot.Bar(40, 61, "dispatch receive", "b")]}  # fmt: skip
+    plot.draw_timeline(orders, str(tmp_path / "a.svg"), "rank 0")
+    words = text_of(tmp_path / "a.svg")
+    assert {"in sequence", "overlapped", "rank 0", "a", "b"} <= set(words)
+    assert "90 us" in " ".join(words) and "61 us" in " ".join(words)
+
+
+def test_pictures_are_named_after_the_first():
+    from epcy.bench import plot
+
+    assert plot.path_of("some/run.png", "routing") == "some/run-routing.png"
+
+
+# ---- the prediction
+
+
+def test_prediction_is_summed_up():
+    rows = [
+        make_row(tokens=n, predicted_us=us, prediction_error=us / 100 - 1)
+        for n, us in ((8, 105.0), (64, 80.0))
+    ]
+    text = prediction.summary(rows)
+    assert "within 15% of the median in 1 of 2 lines; furthest off: dispatch of 64 tokens, -20%" in text
+    assert "of the fastest run in 0 of 2 lines; furthest off: dispatch of 8 tokens, +110%" in text
+    assert prediction.summary([make_row()]) == ""
+    told = make_row(
+        predicted_us=105.0, prediction_error=0.05, predicted_terms_us={"fixed": 5.0, "rows": 100.0}
+    )
+    assert "predicted 105.0 us (+5% of the median): fixed 5.00, rows 100.0" in table.notes(told)
+    assert told.as_json()["prediction_error"] == 0.05
+
+
+@pytest.mark.parametrize(
+    "argv", ["--cached", "--routing one-hot", "overlap --mode ll", "first-call", "--suite decoding"]
+)
+def test_what_the_model_does_not_describe_is_not_predicted(argv):
+    with pytest.raises(NotImplementedError, match="--predict: the model describes"):
+        prediction.refuse_what_has_none(arguments.parse([*argv.split(), "--predict"], 2))
+    prediction.refuse_what_has_none(arguments.parse(["--predict", "dispatch", "--layout", "expert"], 2))
 
 
 # ---- the command line

@@ -47,7 +47,7 @@ def test_text():
 
 
 def test_json():
-    done = run("--json", EPCY_TIMEOUT="12.5", EPCY_TIMEOTU="3")
+    done = run("--json", EPCY_TIMEOUT="12.5", EPCY_TIMEOTU="3", EPCY_CACHE_DIR="somewhere")
     info = json.loads(done.stdout)
     assert [o["name"] for o in info["options"]] == [o.name for o in OPTIONS]
     timeout = next(o for o in info["options"] if o["name"] == "timeout")

@@ -1,0 +1,62 @@
+"""The model beside the clock: what `Buffer.explain` says of a line, from constants that calibrate measured before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import epcy
+from epcy import model
+from epcy.bench.arguments import Arguments
+from epcy.bench.table import Row
+
+WITHIN = 0.15  # of the measured median: what counts as predicted
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8"}
+OPERATIONS = {"dispatch": ("dispatch",), "combine": ("combine",), "roundtrip": ("dispatch", "combine")}
+
+
+def refuse_what_has_none(given: Arguments) -> None:
+    """Raise NotSupportedError for lines that the model does not describe. Local."""
+    known = given.routing == "random" and not given.cached and not given.graph and given.suite is None
+    if not known or set(given.cases) - set(OPERATIONS):
+        raise epcy.NotSupportedError(
+            "--predict: the model describes eager dispatch, combine and roundtrip of random routing that is not "
+            "cached; leave the other options, or --predict, out"
+        )
+
+
+def refuse_without_constants(backend: str, num_ranks: int) -> None:
+    """Raise NotSupportedError where calibrate has not run. Local."""
+    if not model.all_stored(backend, num_ranks, 1):
+        raise epcy.NotSupportedError(
+            f"--predict: nothing is known of {num_ranks} ranks of this machine on {backend}; run mpiexec -n "
+            f"{num_ranks} python -m mpi4py -m epcy calibrate --backend {backend} first"
+        )
+
+
+def predict(buf: epcy.Buffer, given: Arguments, case: str, num_tokens: int, us: float) -> dict[str, Any]:
+    """Return the fields of a row: microseconds by term, their sum, and how far that is from `us`. Local."""
+    terms: dict[str, float] = {}
+    for name in OPERATIONS[case]:
+        op = name if given.mode == "ht" else f"low_latency_{name}"
+        dtype = DTYPES["bf16" if given.dtype == "fp8" and name == "combine" else given.dtype]
+        told = buf.explain(op, num_tokens, dtype=dtype, layout=given.layout, num_sms=given.num_sms)
+        for term, part in told.terms_us.items():
+            terms[term] = terms.get(term, 0.0) + part
+    predicted = sum(terms.values())
+    return {"predicted_us": predicted, "prediction_error": predicted / us - 1, "predicted_terms_us": terms}
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return the lines below the table: how many were predicted within 15 %. Local."""
+    told = [(row, row.predicted_us) for row in rows if row.predicted_us is not None]
+    text = ""
+    for what, name in (("median", "us_p50"), ("fastest run", "us_min")) if told else ():
+        errors = [(us / getattr(row, name) - 1, row) for row, us in told]
+        good = sum(abs(error) <= WITHIN for error, _ in errors)
+        error, row = max(errors, key=lambda one: abs(one[0]))
+        text += (
+            f"# prediction: within {WITHIN:.0%} of the {what} in {good} of {len(errors)} lines; furthest off: "
+            f"{row.case} of {row.tokens} tokens, {error:+.0%}\n"
+        )
+    return text
