@@ -16,8 +16,8 @@ import numpy as np
 
 from epcy.backends.cuda cimport *
 from epcy.backends.meter cimport (
-    EPCY_GAUGES_AT, EPCY_METER_OPS, EPCY_NUM_SPANS, EPCY_SPAN_CALL, LOW_LATENCY_ROWS, RECEIVE_ROWS, Meter, epcy_gauge_experts,
-    epcy_gauges, epcy_gauges_bytes, epcy_meter, epcy_meter_record, epcy_meter_rows)
+    EPCY_GAUGES_AT, EPCY_METER_OPS, EPCY_NUM_SPANS, EPCY_SPAN_CALL, LOW_LATENCY_ROWS, RECEIVE_ROWS, Meter,
+    epcy_gauge_experts, epcy_gauges, epcy_gauges_bytes, epcy_meter, epcy_meter_record, epcy_meter_rows)
 from epcy.backends.symmetric cimport check
 
 from epcy import status as status_pages

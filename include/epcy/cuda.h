@@ -104,7 +104,7 @@ typedef struct epcy_counters {
   uint64_t wait_ns[EPCY_MAX_RANKS]; /* block 0's, for each rank */
   uint64_t tokens_to[EPCY_MAX_RANKS], tokens_from[EPCY_MAX_RANKS];
   uint64_t most_rows[2][EPCY_NUM_AREAS]; /* the largest so far, by receive area; of the low-latency mode */
-  uint64_t bytes_moved;               /* of payload, between ranks */
+  uint64_t bytes_moved;                  /* of payload, between ranks */
   epcy_stamp stamps[EPCY_NUM_STAMP_KINDS][EPCY_NUM_STAMPS];
   /* followed by u64 experts[L]: lanes that came for each local expert */
 } epcy_counters;

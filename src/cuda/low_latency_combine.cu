@@ -31,8 +31,8 @@ EPCY_DEVICE bool send_more(const LowLatency &of, const epcy_low_latency_combine 
   return true;
 }
 template <typename By, typename Rows, typename N>
-EPCY_DEVICE void receive_more(const LowLatency &of, const epcy_low_latency_combine &all,
-                              typename Rows::Shared &shared, bool keeps, int t, int step) {
+EPCY_DEVICE void receive_more(const LowLatency &of, const epcy_low_latency_combine &all, typename Rows::Shared &shared,
+                              bool keeps, int t, int step) {
 #pragma unroll 1
   for (; t < all.call.num_tokens; t += step) {
     const epcy_low_latency_combine &a = (&all)[opaque_zero()];
@@ -87,13 +87,15 @@ __global__ void __launch_bounds__(N::kThreadsOfBlock, N::kFast ? 1 : 2)
     if (speaks) s.acknowledge(held);
     if (verdict != EPCY_VERDICT_OK || !s.wait_for_acks(acks)) verdict = EPCY_VERDICT_BROKEN;
     else if (speaks) s.announce(T, c.header);
-    if (!N::kFast && !by_source && gives_weights(a) && verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
+    if (!N::kFast && !by_source && gives_weights(a) &&
+        verdict == EPCY_VERDICT_OK) { // a flight more: the experts wait for weights
       ByRank<Dtype, Rows, N>::send_weights(s, a);
       verdict = s.gather(s.look_for_headers(), &ignored, false);
     }
     const int most = verdict == EPCY_VERDICT_OK ? __reduce_max_sync(~0u, tokens) : 0;
     bool ok = true;
-    if (tour.token < most) ok = by.template send<false>(s, a, to_send, to_sum, lists, tour.token, tokens, first_turn, rows);
+    if (tour.token < most)
+      ok = by.template send<false>(s, a, to_send, to_sum, lists, tour.token, tokens, first_turn, rows);
     if (EPCY_RARELY(ok && tour.token + tour.step < most))
       ok = send_more<By, Rows, N>(s, a, lists, shared, tokens, first_turn, tour.token + tour.step, tour.step);
     if (!ok) verdict = EPCY_VERDICT_BROKEN;
@@ -107,7 +109,8 @@ __global__ void __launch_bounds__(N::kThreadsOfBlock, N::kFast ? 1 : 2)
     uint4 sum;
     const bool ok = by.receive(s, a, to_sum, others, tour.token, rows, keeps, &sum);
     if (ok && rows.has_data()) *(uint4 *)(a.out + (int64_t)tour.token * c.row_bytes + rows.offset()) = sum;
-    if (EPCY_RARELY(ok && tour.token + tour.step < end)) receive_more<By, Rows, N>(s, a, shared, keeps, tour.token + tour.step, tour.step);
+    if (EPCY_RARELY(ok && tour.token + tour.step < end))
+      receive_more<By, Rows, N>(s, a, shared, keeps, tour.token + tour.step, tour.step);
   }
   s.leave(N::kFast ? kBoth : c.phases, c.sent);
 }
@@ -142,11 +145,11 @@ extern "C" int epcy_cuda_low_latency_combine_blocks(const epcy_shape *, int *blo
   int error = 0, any = EPCY_LOW_LATENCY_MAX_BLOCKS, fast = EPCY_LOW_LATENCY_MAX_BLOCKS / 2;
   for (int i = 0; i < 12 && !error; i++) {
     const int dtype = i / 4;
-    const uint32_t header =
-        (i & 1 ? EPCY_LOW_LATENCY_SOURCE : 0) | (i & 2 ? EPCY_LOW_LATENCY_LOGFMT : 0);
+    const uint32_t header = (i & 1 ? EPCY_LOW_LATENCY_SOURCE : 0) | (i & 2 ? EPCY_LOW_LATENCY_LOGFMT : 0);
     error = resident_blocks(kernel_of(dtype, header, kAny), kThreads, 0, &any);
-    if (!error) error = resident_blocks(kernel_of(dtype, i & 1 ? EPCY_LOW_LATENCY_SOURCE : 0, i & 2 ? kFew : kMany),
-                                        i & 2 ? kThreads : 2 * kThreads, 0, &fast);
+    if (!error)
+      error = resident_blocks(kernel_of(dtype, i & 1 ? EPCY_LOW_LATENCY_SOURCE : 0, i & 2 ? kFew : kMany),
+                              i & 2 ? kThreads : 2 * kThreads, 0, &fast);
   }
   *blocks = any < 2 * fast ? any : 2 * fast;
   return error;
@@ -163,6 +166,6 @@ extern "C" int epcy_cuda_launch_low_latency_combine(const epcy_low_latency_combi
     if (speed == kMany)
       threads *= 2, c.num_parts = epcy_divide_by((c.num_lines + 2 * EPCY_PART_LINES - 1) / (2 * EPCY_PART_LINES));
   }
-  return launch_together<true>(kernel_of(c.dtype, c.header, speed), low_latency_grid(c, EPCY_LOW_LATENCY_MIN_BLOCKS), threads, 0,
-                         stream, a);
+  return launch_together<true>(kernel_of(c.dtype, c.header, speed), low_latency_grid(c, EPCY_LOW_LATENCY_MIN_BLOCKS),
+                               threads, 0, stream, a);
 }

@@ -143,8 +143,8 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
       return true;
     }
     if (warp == kScribe && real && lane < K) {
-      const uint32_t place = id < 0 ? kNowhere
-                                    : make_place(id - owner * (int)c.num_local.by, hist[id], earlier != lane);
+      const uint32_t place =
+          id < 0 ? kNowhere : make_place(id - owner * (int)c.num_local.by, hist[id], earlier != lane);
       const uint64_t weight = s.word(__float_as_uint(in.weight));
       if (tour.part == 0) {
 #pragma unroll 1
@@ -156,7 +156,8 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
         c.handle.lane_weights[t * K + lane] = in.weight;
         if (lane == 0) {
           c.handle.ranks[t] = ranks;
-          add_to(&c.counters->bytes_moved, (uint64_t)__popc(ranks & ~(1u << c.rank)) * (c.row_bytes + a.num_scales * 4));
+          add_to(&c.counters->bytes_moved,
+                 (uint64_t)__popc(ranks & ~(1u << c.rank)) * (c.row_bytes + a.num_scales * 4));
         }
       }
     }
@@ -222,10 +223,10 @@ template <int Phases, typename N> auto kernel_of(bool fp8, int dtype) {
                           : dispatch_tokens<kFp32, Phases, N>;
 }
 auto kernel_of(bool fp8, int dtype, int phases, bool usual) {
-  return phases == kBoth                   ? usual ? kernel_of<kBoth, UsualSizes>(fp8, dtype)
-                                                   : kernel_of<kBoth, AnySizes>(fp8, dtype)
-         : phases == EPCY_LOW_LATENCY_SEND ? kernel_of<EPCY_LOW_LATENCY_SEND, AnySizes>(fp8, dtype)
-                                           : dispatch_tokens<kBytes, EPCY_LOW_LATENCY_RECEIVE, AnySizes>; // lines are lines
+  return phases == kBoth ? usual ? kernel_of<kBoth, UsualSizes>(fp8, dtype) : kernel_of<kBoth, AnySizes>(fp8, dtype)
+         : phases == EPCY_LOW_LATENCY_SEND
+             ? kernel_of<EPCY_LOW_LATENCY_SEND, AnySizes>(fp8, dtype)
+             : dispatch_tokens<kBytes, EPCY_LOW_LATENCY_RECEIVE, AnySizes>; // lines are lines
 }
 
 } // namespace
@@ -234,13 +235,14 @@ extern "C" int epcy_cuda_low_latency_dispatch_blocks(const epcy_shape *shape, in
   *blocks = EPCY_LOW_LATENCY_MAX_BLOCKS;
   int error = 0;
   for (int i = 0; i < 16 && !error; i++)
-    error = resident_blocks(kernel_of(i % 4 != 3, i % 4, i < 12 ? 1 + i / 4 : kBoth, i < 12), kThreads, shared_bytes(*shape), blocks);
+    error = resident_blocks(kernel_of(i % 4 != 3, i % 4, i < 12 ? 1 + i / 4 : kBoth, i < 12), kThreads,
+                            shared_bytes(*shape), blocks);
   return error;
 }
 
 extern "C" int epcy_cuda_launch_low_latency_dispatch(const epcy_low_latency_dispatch *a, void *stream) {
   const epcy_low_latency_call &c = a->call;
   const auto kernel = kernel_of(c.header & EPCY_LOW_LATENCY_FP8, c.dtype, c.phases, is_usual(c));
-  return launch_together<true>(kernel, low_latency_grid(c, EPCY_LOW_LATENCY_MIN_BLOCKS), kThreads, shared_bytes(c.peers.shape),
-                         stream, *a);
+  return launch_together<true>(kernel, low_latency_grid(c, EPCY_LOW_LATENCY_MIN_BLOCKS), kThreads,
+                               shared_bytes(c.peers.shape), stream, *a);
 }

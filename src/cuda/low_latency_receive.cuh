@@ -53,9 +53,9 @@ template <typename N> struct Way {
 
 // Where a token's lanes go here, as far as that is known before the counts are; a whole warp.
 struct Places {
-  int local, row;        // of lane `lane`: the expert, and the row but for what earlier ranks have for it; -1: none here
-  bool repeated;         // an earlier lane brings the row
-  unsigned lanes;        // that bring one
+  int local, row; // of lane `lane`: the expert, and the row but for what earlier ranks have for it; -1: none here
+  bool repeated;  // an earlier lane brings the row
+  unsigned lanes; // that bring one
   float weight;
 
   template <typename N> EPCY_DEVICE void set(const LowLatency &s, uint32_t place, float of_lane) {
@@ -71,7 +71,8 @@ struct Places {
 // `counts`: of every rank for my experts.
 template <typename N>
 EPCY_DEVICE void place(const LowLatency &s, const epcy_low_latency_dispatch &a, const Tour &tour, const Seat &seat,
-                       const int *counts, const Places &p, int source, int token, const uint4 &unit, bool keeps_handle) {
+                       const int *counts, const Places &p, int source, int token, const uint4 &unit,
+                       bool keeps_handle) {
   const int K = N::topk(s.c);
   int row = p.row;
   if (row >= 0) {

@@ -82,7 +82,7 @@ EPCY_DEVICE void count_row(const LowLatency &s, int to, int rows) {
 template <int Dtype, typename Rows, typename N> struct ByRank {
   static constexpr uint32_t kHeader = 0;
   static constexpr bool kPair = N::kRanks == 2; // then one line comes, and is looked at early
-  uint4 own = nothing(); // this rank's own sum
+  uint4 own = nothing();                        // this rank's own sum
 
   // Weights that are given to the combine go to their experts' ranks first: each warp's own tokens.
   EPCY_DEVICE static void send_weights(const LowLatency &s, const epcy_low_latency_combine &a) {
@@ -116,6 +116,7 @@ template <int Dtype, typename Rows, typename N> struct ByRank {
   template <bool InLoop>
   EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &to_send, const Lanes &to_sum,
                         List *lists, int t, int tokens, int first_turn, const Rows &rows) {
+    constexpr bool repeats = InLoop || N::kRanks != 2;
     const bool owns = first_turn && t < s.c.num_tokens;
     uint4 sum;
     RowSum<Dtype, N, N::kRowsAtOnce, InLoop> mine;
@@ -123,7 +124,7 @@ template <int Dtype, typename Rows, typename N> struct ByRank {
     for (int turn = first_turn; turn < N::ranks(s.c); turn++) {
       const int source = s.after(turn);
       const bool real = t < __shfl_sync(~0u, tokens, source);
-      RowSum<Dtype, N, N::kRowsAtOnce, InLoop || N::kRanks != 2> theirs;
+      RowSum<Dtype, N, N::kRowsAtOnce, repeats> theirs;
       if (turn > first_turn) to_send.template load<N>(s.c, source, t);
       if (real) {
         if (N::kRanks == 0 && gives_weights(a) && !receive_weights(s, source, t, to_send)) return false;
@@ -149,8 +150,8 @@ template <int Dtype, typename Rows, typename N> struct ByRank {
   }
 
   // A whole warp: its part of a token of this rank, after send(). False: gave up.
-  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &, uint32_t others, int t,
-                           const Rows &rows, bool keeps, uint4 *out) {
+  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &, uint32_t others,
+                           int t, const Rows &rows, bool keeps, uint4 *out) {
     const unsigned ranks = others & (0xFFFFFFFFu >> (32 - s.c.num_ranks)), me = 1u << s.c.rank;
     const unsigned wire = keeps ? ranks & ~me : ranks;
     const uint4 *at = s.sum(s.c.rank, slot(s, s.c.rank ^ 1, t));
@@ -181,6 +182,7 @@ template <int Dtype, typename Rows, typename N> struct BySource {
   template <bool InLoop>
   EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_combine &a, Lanes &to_send, const Lanes &,
                         List *lists, int t, int tokens, int first_turn, const Rows &rows) {
+    constexpr bool repeats = InLoop || N::kRanks != 2;
     const uint32_t first_slot = (uint32_t)t * N::topk(s.c);
     const char *y = payload_of(a, rows);
 #pragma unroll
@@ -192,7 +194,7 @@ template <int Dtype, typename Rows, typename N> struct BySource {
 #pragma unroll
       for (int k = 0; k < N::topk(s.c) && real; k += kRows) {
         uint4 v[kRows];
-        const unsigned here = load_rows<kRows, InLoop || N::kRanks != 2>(a, lists[0], k, y, v);
+        const unsigned here = load_rows<kRows, repeats>(a, lists[0], k, y, v);
 #pragma unroll
         for (int j = 0; j < kRows; j++)
           if (here >> j & 1) rows.send(s, s.sum(source, first_slot + k + j), v[j]);
@@ -203,8 +205,8 @@ template <int Dtype, typename Rows, typename N> struct BySource {
   }
   EPCY_DEVICE void leave_own(const epcy_low_latency_combine &, int, const Rows &) const {}
   EPCY_DEVICE void take_own(const epcy_low_latency_combine &, int, const Rows &) {}
-  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &l, uint32_t others, int t,
-                           const Rows &rows, bool keeps, uint4 *out) {
+  EPCY_DEVICE bool receive(const LowLatency &s, const epcy_low_latency_combine &a, const Lanes &l, uint32_t others,
+                           int t, const Rows &rows, bool keeps, uint4 *out) {
     const int K = N::topk(s.c), my_row = l.is_here(s.c) ? l.row & ~kRepeatedRow : -1;
     const bool used = others != kNowhere && (int)(others >> 8) < K;
     const unsigned mine = __ballot_sync(~0u, used && keeps && (int)(others & 255) == s.c.rank);

@@ -97,7 +97,8 @@ EPCY_DEVICE void load_early_if(bool wanted, const uint4 *p, uint4 *v) {
 }
 EPCY_DEVICE uint4 clear() {
   uint4 v;
-  asm volatile("mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w));
+  asm volatile("mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w));
   return v;
 }
 // Have an address in registers from here on, instead of computing it again at every use.

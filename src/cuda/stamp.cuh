@@ -36,7 +36,8 @@ EPCY_DEVICE void stamp(int span, bool notes = is_first_thread()) {
   if (notes) stamps().end_ns[span] = global_time_ns();
 }
 // The whole warp of the thread that notes, at the end of a call. `last`: the phase that ends here.
-EPCY_DEVICE void stamp_end(epcy_counters *counters, int kind, uint32_t epoch, uint32_t operation, int last, bool notes) {
+EPCY_DEVICE void stamp_end(epcy_counters *counters, int kind, uint32_t epoch, uint32_t operation, int last,
+                           bool notes) {
   Stamps &s = stamps();
   if (notes) s.end_ns[last] = s.end_ns[EPCY_SPAN_CALL] = global_time_ns();
   __syncwarp();

@@ -42,7 +42,9 @@ inline void store_words(ulonglong2 *p, uint64_t first, uint64_t second) {
   emulated::put(p, make_ulonglong2(first, second));
 }
 template <typename T> inline T load_early(const T *p) { return *p; }
-inline void load_early_if(bool wanted, const uint4 *p, uint4 *v) { *v = wanted ? *p : make_uint4(0x77, 0x77, 0x77, 0x77); }
+inline void load_early_if(bool wanted, const uint4 *p, uint4 *v) {
+  *v = wanted ? *p : make_uint4(0x77, 0x77, 0x77, 0x77);
+}
 inline uint4 clear() { return make_uint4(0, 0, 0, 0); }
 inline int opaque_zero() { return 0; }
 inline void after_others() {}
