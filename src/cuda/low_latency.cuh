@@ -190,9 +190,14 @@ struct LowLatency {
   // ---- the end: all threads of a block, once a barrier has followed the reading of the epoch
   EPCY_DEVICE void leave(int phases, uint32_t *sent) const {
     epcy_low_latency_local *mine = state();
-    if (blockIdx.x == 1 && threadIdx.x >= blockDim.x - 32)
-      stamp_end(c.counters, 1 + kind + (phases == EPCY_LOW_LATENCY_RECEIVE ? 2 : 0), epoch, c.peers.operation,
-                phases & EPCY_LOW_LATENCY_RECEIVE ? EPCY_SPAN_WAIT : EPCY_SPAN_SEND, notes());
+    if (blockIdx.x == 1 && threadIdx.x >= blockDim.x - 32) {
+      const bool receives = phases & EPCY_LOW_LATENCY_RECEIVE, alone = phases == EPCY_LOW_LATENCY_RECEIVE;
+      stamp_end(c.counters, EPCY_STAMP_LOW_LATENCY_DISPATCH + kind + (alone ? 2 : 0), epoch, c.peers.operation,
+                !receives                           ? EPCY_SPAN_SEND
+                : kind == EPCY_LOW_LATENCY_DISPATCH ? EPCY_SPAN_FAN_OUT
+                                                    : EPCY_SPAN_REDUCE,
+                notes());
+    }
     if (phases & EPCY_LOW_LATENCY_SEND)
 #pragma unroll 1
       for (int g = blockIdx.x + threadIdx.x * gridDim.x; g < EPCY_LOW_LATENCY_MAX_BLOCKS; g += blockDim.x * gridDim.x)

@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(N::kThreadsOfBlock, N::kFast ? 1 : 2)
   if (tour.token < end) {
     uint4 sum;
     const bool ok = by.receive(s, a, to_sum, others, tour.token, rows, keeps, &sum);
+    stamp(EPCY_SPAN_WAIT, s.notes());
     if (ok && rows.has_data()) *(uint4 *)(a.out + (int64_t)tour.token * c.row_bytes + rows.offset()) = sum;
     if (EPCY_RARELY(ok && tour.token + tour.step < end))
       receive_more<By, Rows, N>(s, a, shared, keeps, tour.token + tour.step, tour.step);

@@ -167,6 +167,7 @@ EPCY_DEVICE int receive(const LowLatency &s, const epcy_low_latency_dispatch &a,
   }
   if (__syncthreads_or(verdict == EPCY_VERDICT_BROKEN)) verdict = EPCY_VERDICT_BROKEN;
   if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) return verdict;
+  stamp(EPCY_SPAN_WAIT, s.notes());
   if (s.is_clerk()) {
     tell_counts(a, counts, from);
     if (first < s.c.num_ranks) s.c.handle.tokens[lane] = tokens;

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 
 from emulator import draws
-from emulator.low_latency import OP_DISPATCH, LowLatencyRanks
+from emulator.low_latency import BOTH, OP_COMBINE, OP_DISPATCH, RECEIVE, SEND, LowLatencyRanks
 from emulator.low_latency_cases import (
     calls_in_flight,
     check_quiet,
@@ -58,6 +60,52 @@ def test_usual_sizes(seed: int, H: int, blocks: list[int]) -> None:
     xs = [draws.floats(rng, (int(rng.integers(1, 9)), H), FLOATS[0]) for _ in range(2)]
     good_call(world, seed, xs, [draws.lanes(rng, len(x), 8, world.E, unused=0.1) for x in xs], blocks)
     check_quiet(world)
+
+
+@pytest.mark.parametrize("R, K", [(2, 8), (3, 2)])
+@pytest.mark.parametrize("halves", [False, True], ids=["", "hooks"])
+def test_statistics(R: int, K: int, halves: bool) -> None:
+    """What kernels count and stamp: lanes to and from each rank, of each expert, rows, and the ends of phases."""
+    rng = np.random.default_rng(R)
+    world = LowLatencyRanks(R, 3, K, 7, 256, row_bytes=512)
+    xs = [draws.floats(rng, (3 + r, 256), FLOATS[0]) for r in range(R)]
+    idxs = [draws.lanes(rng, len(x), K, world.E, unused=0.2) for x in xs]
+    handles = [world.make_handle(r) for r in range(R)]
+    phases = (SEND, RECEIVE) if halves else (BOTH,)
+    for phase in phases:
+        got = [world.dispatch(r, handles[r], xs[r], idxs[r], phases=phase, blocks=4) for r in range(R)]
+    _, routing = reference.low_latency_dispatch(
+        xs, idxs, num_experts=world.E, num_max_tokens_per_rank=world.M
+    )
+    ys = outputs(rng, world, routing, FLOATS[0])
+    for phase in phases:
+        for r in range(R):
+            world.combine(r, handles[r], ys[r], len(xs[r]), phases=phase, blocks=4)
+    world.run(R)
+    lanes = np.zeros((R, R), np.int64)  # by source and expert's rank; an expert counts once a token
+    for r, idx in enumerate(idxs):
+        for ids in idx:
+            for e in {int(e) for e in ids if e >= 0}:
+                lanes[r, e // world.L] += 1
+    for r in range(R):
+        counters = C.epcy_counters.from_buffer(world.memory[r], world.control.counters)
+        assert list(counters.tokens_to[:R]) == lanes[r].tolist()
+        assert list(counters.tokens_from[:R]) == lanes[:, r].tolist()
+        at = world.control.counters + ctypes.sizeof(C.epcy_counters)
+        assert (
+            world.memory[r][at : at + 8 * world.L].view(np.int64).tolist()
+            == routing.num_tokens_per_expert[r].tolist()
+        )
+        assert max(counters.most_rows[1]) == lanes[:, r].sum()
+        flows = (ctypes.c_int32 * (2 * R)).from_address(handles[r].flows)
+        assert list(flows) == lanes[r].tolist() + lanes[:, r].tolist()
+        for kind, op in ((1, OP_DISPATCH), (2, OP_COMBINE)):
+            stamps = [counters.stamps[k][1] for k in ((kind, kind + 2) if halves else (kind,))]
+            ends = [[s.start_ns, *(t for t in s.end_ns[1:] if t), s.end_ns[0]] for s in stamps]
+            assert all(s.epoch_op == s.again == 1 << 32 | op for s in stamps)
+            assert all(e == sorted(e) and e[0] for e in ends)
+            assert [len(e) for e in ends] == ([3, 4] if halves else [5])  # send; wait, and fan out or reduce
+    del got
 
 
 @pytest.mark.parametrize("K, M, Ts, blocks", [(32, 36, [35, 3], [3, 2]), (9, 40, [0, 37], [1, 2])])

@@ -15,6 +15,7 @@ HEADINGS = {
     "Decode": "解码",
     "Install": "安装",
     "Look": "查看",
+    "When something goes wrong": "出错的时候",
     "What works where": "哪里能用什么",
     "Measured": "实测",
     "Read on": "继续阅读",
