@@ -11,7 +11,7 @@
 #include "epcy/cuda.h"
 
 #define EPCY_LINE_DATA 112                /* bytes of a row in a line */
-#define EPCY_PART_LINES 64                /* lines that one block sends or receives at a time */
+#define EPCY_PART_LINES 64                /* lines of a row that a block of 512 threads carries */
 #define EPCY_PART_BYTES (64 * 112)        /* 56 groups of 128 FP8 elements: a group never lies in two parts */
 #define EPCY_LOGFMT_PIECE 512             /* bytes of a row that a warp encodes at a time */
 #define EPCY_LOGFMT_PIECE_LINES 5         /* room for them: in LogFMT 2 or 3 lines, more with groups that travel raw */

@@ -170,10 +170,10 @@ struct LowLatency {
   EPCY_DEVICE bool misses_header(const ulonglong2 &seen) const {
     return has_peer() && !(is_now(seen.x) && is_now(seen.y));
   }
-  // Whether a rank has come to this call with something else in mind.
-  EPCY_DEVICE bool has_other_header(int peer) const {
-    if (peer == c.rank) return false;
-    const uint64_t options = load_word((const uint64_t *)header(c.rank, peer) + 1);
+  // Whether the lane's rank has come to this call with something else in mind.
+  EPCY_DEVICE bool sees_another_call() const {
+    if (!has_peer()) return false;
+    const uint64_t options = load_word((const uint64_t *)header(c.rank, lane) + 1);
     return is_now(options) && ((uint32_t)options ^ c.header) & (EPCY_HEADER_COMPARED | EPCY_HEADER_REFUSED);
   }
   // Of all ranks: lane r gets T of rank r.
@@ -229,8 +229,8 @@ struct Patience {
     if (turn == 1024) since = now;
     // What a rank sent before it left comes within a tick; more will not come.
     const bool gone = __any_sync(~0u, waits && load_local(left_word(s.c, s.c.peers.rank, peer)) != 0);
-    if (phase == EPCY_CUDA_LINES && __any_sync(~0u, waits && s.has_other_header(peer)))
-      return true; // it sends nothing; the clerk tells why
+    // Who refuses, or calls something else, sends no lines; the clerk tells why.
+    if (phase == EPCY_CUDA_LINES && __any_sync(~0u, s.sees_another_call())) return true;
     const bool late = now - since > (gone ? 1u : (uint32_t)(s.c.peers.timeout_ns >> 20));
     if (!late && !s.is_broken()) return false;
     if (waits) expire(s.c, s.epoch, phase, peer, seen);

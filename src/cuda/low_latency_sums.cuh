@@ -5,10 +5,11 @@
 constexpr int kLooks = 4; // lines of a thread that are waited for together
 
 // A whole warp: wait until lines that were looked at are of this call: those of `wire`, a bit each, that the thread has at
-// at[j]. False: gave up.
+// at[j]; `peers`: whose they are, eight bits each. False: gave up.
 template <int N, typename Rows>
 EPCY_DEVICE bool wait_for_lines(const LowLatency &s, const Rows &rows, const uint4 *const *at, uint4 *v, unsigned wire,
-                                int peer) {
+                                uint32_t peers) {
+  static_assert(N <= 4, "bits of a word");
   Patience patience;
   for (;;) {
     unsigned mine = 0;
@@ -17,7 +18,7 @@ EPCY_DEVICE bool wait_for_lines(const LowLatency &s, const Rows &rows, const uin
       if (wire >> j & 1 && rows.late(s, v[j])) mine |= 1u << j;
     const unsigned any = __reduce_or_sync(~0u, mine);
     if (!EPCY_RARELY(any)) return true;
-    if (patience.over(s, mine, EPCY_CUDA_LINES, peer, 0)) return false;
+    if (patience.over(s, mine, EPCY_CUDA_LINES, peers >> 8 * (__ffs(any) - 1) & 255, 0)) return false;
 #pragma unroll
     for (int j = 0; j < N; j++)
       if (any >> j & 1) rows.look(at[j], &v[j]);
@@ -31,33 +32,33 @@ EPCY_DEVICE unsigned without_first(unsigned bits, int n) {
 }
 
 // What both reductions do on the way home: lines are looked at kLooks at a time, in the order of the sum. `which` are bits
-// of the parties, ranks or lanes; of `wire` those whose lines come; where(k) is k's slot, held(k) is what is here of the
-// others, add(k, x) takes a party's values. False: gave up.
-template <typename Rows, typename Where, typename Held, typename Add>
-EPCY_DEVICE bool gather_lines(const LowLatency &s, const Rows &rows, unsigned which, unsigned wire, Where where,
-                              Held held, Add add) {
+// of the parties, ranks or lanes; of `wire` those whose lines come; rank_of(k) is whose party k is, where(k) its slot,
+// held(k) what is here of the others, add(k, x) takes a party's values. False: gave up.
+template <typename Rows, typename RankOf, typename Where, typename Held, typename Add>
+EPCY_DEVICE bool gather_lines(const LowLatency &s, const Rows &rows, unsigned which, unsigned wire, RankOf rank_of,
+                              Where where, Held held, Add add) {
 #pragma unroll 1
   for (unsigned left = which; left; left = without_first(left, kLooks)) {
     uint4 v[kLooks];
     const uint4 *at[kLooks];
-    unsigned waits = 0;
+    unsigned waits = 0, peers = 0;
     auto party = [&](int j) { return __ffs(without_first(left, j)) - 1; }; // the j-th of those that are left
 #pragma unroll
     for (int j = 0; j < kLooks; j++) {
       const int k = party(j);
       v[j] = nothing(), at[j] = nullptr;
       if (k < 0) continue;
-      if (wire >> k & 1) at[j] = where(k), rows.look(at[j], &v[j]), waits |= 1u << j;
+      if (wire >> k & 1) at[j] = where(k), rows.look(at[j], &v[j]), waits |= 1u << j, peers |= rank_of(k) << 8 * j;
       else v[j] = held(k);
     }
-    if (!wait_for_lines<kLooks>(s, rows, at, v, waits, party(waits & 1 ? 0 : 1))) return false;
+    if (!wait_for_lines<kLooks>(s, rows, at, v, waits, peers)) return false;
 #pragma unroll
     for (int j = 0; j < kLooks; j++) {
       const int k = party(j);
       if (k < 0) break;
       float x[Rows::N];
       if (!(waits >> j & 1)) rows.own_values(v[j], x);
-      else if (!rows.values(s, at[j], v[j], k, x)) return false;
+      else if (!rows.values(s, at[j], v[j], peers >> 8 * j & 255, x)) return false;
       add(k, x);
     }
   }
@@ -169,7 +170,7 @@ template <int Dtype, typename Rows, typename N> struct ByRank {
       auto where = [&](int r) { return s.sum(s.c.rank, slot(s, r, t)); };
       auto held = [&](int) { return own; };
       auto add = [&](int, const float *x) { sum.add(x); };
-      if (!gather_lines(s, rows, ranks, wire, where, held, add)) return false;
+      if (!gather_lines(s, rows, ranks, wire, [](int r) { return (uint32_t)r; }, where, held, add)) return false;
     }
     *out = sum.round();
     return true;
@@ -219,7 +220,8 @@ template <int Dtype, typename Rows, typename N> struct BySource {
       return row >= 0 ? load_early(in_row(a, y, row)) : nothing();
     };
     auto add = [&](int k, const float *x) { sum.add(__shfl_sync(~0u, l.weight, k), x); };
-    if (!gather_lines(s, rows, which, which & ~mine, where, held, add)) return false;
+    auto rank_of = [&](int k) { return __shfl_sync(~0u, others, k) & 255; };
+    if (!gather_lines(s, rows, which, which & ~mine, rank_of, where, held, add)) return false;
     *out = sum.round();
     return true;
   }

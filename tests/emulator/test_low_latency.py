@@ -168,3 +168,33 @@ def test_a_late_rank_breaks_the_buffer() -> None:
     got = world.dispatch(0, world.make_handle(0), xs[0], idxs[0])
     world.run(1)
     assert world.report(0).expired and world.report(0).peer == 1 and not got.count.any()
+
+
+@pytest.mark.parametrize("by_source", [False, True], ids=["rank", "source"])
+@pytest.mark.parametrize("comes", ["late", "refuses"])
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_combine_without_one_of_three(missing: int, comes: str, by_source: bool) -> None:
+    """Lines of several ranks are waited for together: who is late is named, and nobody waits for one who refuses."""
+    rng = np.random.default_rng(missing)
+    limit = {"timeout_ns": 2_000_000} if comes == "late" else {}
+    world = LowLatencyRanks(3, 2, 4, 6, 256, row_bytes=1024, **limit)
+    xs = [draws.floats(rng, (5, 256), FLOATS[0]) for _ in range(3)]
+    idxs = [np.stack([rng.permutation(world.E)[:4] for _ in range(5)]).astype(np.int64) for _ in range(3)]
+    handles = [world.make_handle(r) for r in range(3)]
+    for r in range(3):
+        world.dispatch(r, handles[r], xs[r], idxs[r])
+    world.run(1)
+    check_quiet(world)
+    y = np.zeros((2, 18, 256), FLOATS[0])
+    others = [r for r in range(3) if r != missing]
+    for r in others:
+        world.combine(r, handles[r], y, 5, by_source=by_source)
+    if comes == "refuses":
+        world.refuse(missing, C.EPCY_LOW_LATENCY_COMBINE, b"no")
+    world.run(2)
+    for r in others:
+        report = world.report(r)
+        if comes == "late":
+            assert report.expired and report.peer == missing
+        else:
+            assert (report.late_verdict, report.late_rank) == (C.EPCY_VERDICT_REFUSED, missing)
