@@ -64,9 +64,12 @@ __global__ void __launch_bounds__(N::kThreadsOfBlock, N::kFast ? 1 : 2)
   const float *weights = N::kFast ? nullptr : weights_given(a);
   List *lists = all_lists[threadIdx.x >> 5];
 
+  // What needs nobody's data comes first: the kernel before this one may still run.
+  const Tour tour(c);
+  Rows::prepare(shared);
+  const Rows rows(c, tour.part, shared);
   // The first token's lanes, those of the next source and of this rank, are loaded before anything is known of them.
   const LowLatency s(c, EPCY_LOW_LATENCY_COMBINE, sends ? nullptr : c.sent);
-  const Tour tour(c);
   const bool speaks = s.is_clerk() && threadIdx.x < 32; // the warp that speaks for this rank
   const int first_turn = keeps ? 1 : 0, first = tour.token < c.max_tokens ? tour.token : 0;
   Lanes to_send, to_sum;
@@ -79,8 +82,6 @@ __global__ void __launch_bounds__(N::kThreadsOfBlock, N::kFast ? 1 : 2)
   if (receives) to_sum.load_own<N, by_source>(c, weights, first);
   uint32_t others = receives ? Lanes::load_others<N, by_source>(c, first) : 0;
   int verdict = broken ? EPCY_VERDICT_BROKEN : EPCY_VERDICT_OK, ignored;
-  Rows::prepare(shared);
-  const Rows rows(c, tour.part, shared);
   __syncthreads(); // everybody has read the epoch
   By by;
   if (sends) {

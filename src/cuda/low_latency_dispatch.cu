@@ -83,7 +83,7 @@ __device__ __noinline__ void tell_bad(const epcy_low_latency_dispatch &a, uint32
 }
 
 // All threads: send this block's tokens; the first one's own copy stays in *own if `Keeps`. False: gave up.
-// `hist`: [E].
+// `hist`: [E], and all 0.
 template <int From, bool Keeps, typename N>
 EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, const Tour &tour, const Seat &seat,
                       Shared &shared, int *hist, Own *own) {
@@ -96,16 +96,9 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
   Ids<N> ids;
   ids.load(a, 0, t < T ? t : is_clerk ? T : 0);
   uint64_t acks = 0;
-  uint2 held = make_uint2(0, 0);
   uint32_t broken = 0;
   if (warp == kAcks) acks = s.look_for_acks(), broken = load_local(c.broken);
-  if (speaks) held = s.look_for_held();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < E; i += kThreads) hist[i] = 0;
-  if (threadIdx.x == 0) shared.bad = ~0u;
-  if (threadIdx.x < 64) (&shared.flows[0][0])[threadIdx.x] = 0;
-  __syncthreads();
-  if (speaks) s.acknowledge(held);
+  if (speaks) s.acknowledge(s.look_for_held());
 
   for (;;) {
     const bool first = t == tour.token, real = t < T, by_wire = !Keeps || !first;
@@ -191,18 +184,23 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
   constexpr bool sends = Phases & EPCY_LOW_LATENCY_SEND, receives = Phases & EPCY_LOW_LATENCY_RECEIVE;
   constexpr bool keeps = Phases == kBoth; // else the own tokens take the wire too, so that x may change in between
   const epcy_low_latency_call &c = a.call;
-  const LowLatency s(c, EPCY_LOW_LATENCY_DISPATCH, sends ? nullptr : c.sent);
+  // What needs nobody's data comes first: the kernel before this one may still run.
   const Tour tour(c);
   const Seat seat(c, tour.part);
+#pragma unroll 1
+  for (int i = threadIdx.x; sends && i < c.num_experts; i += kThreads) dynamic[i] = 0;
+  if (threadIdx.x == 0) shared.bad = ~0u;
+  if (threadIdx.x < 64) (&shared.flows[0][0])[threadIdx.x] = 0;
+  __syncthreads();
+  const LowLatency s(c, EPCY_LOW_LATENCY_DISPATCH, sends ? nullptr : c.sent);
   Own own;
   int verdict = EPCY_VERDICT_OK;
   if constexpr (sends) {
     if (!send<From, keeps, N>(s, a, tour, seat, shared, dynamic, &own)) verdict = EPCY_VERDICT_BROKEN;
     if (verdict != EPCY_VERDICT_OK && s.is_clerk() && threadIdx.x == 0) c.handle.found->has_bad = 0;
     stamp(EPCY_SPAN_SEND, s.notes());
-  } else {
-    if (threadIdx.x < 32) shared.flows[1][threadIdx.x] = 0;
-    if (__syncthreads_or(s.is_broken())) verdict = EPCY_VERDICT_BROKEN;
+  } else if (__syncthreads_or(s.is_broken())) {
+    verdict = EPCY_VERDICT_BROKEN;
   }
   if (receives && verdict == EPCY_VERDICT_OK)
     verdict = receive<N>(s, a, tour, seat, dynamic + c.num_experts, keeps, own, shared.flows[1]);
