@@ -198,7 +198,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                 header |= EPCY_LOW_LATENCY_UE8M0
         if call.topk_weights is not None:
             header |= EPCY_LOW_LATENCY_WEIGHTS
-        d.call.dtype, d.call.phases = call.x.kind, phases
+        d.call.dtype, d.call.phases, d.call.peers.timeout_ns = call.x.kind, phases, self.peers.timeout_ns
         epcy_low_latency_rows(&d.call, hidden if call.use_fp8 else hidden * item_bytes)
         d.call.handle, d.call.sent, d.call.header = handle.arrays, handle.arrays.sent, header
         d.call.num_tokens = <int32_t>handle.num_tokens
@@ -278,7 +278,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             header |= EPCY_LOW_LATENCY_LOGFMT
         if call.topk_weights is not None:
             header |= EPCY_LOW_LATENCY_WEIGHTS
-        c.call.dtype, c.call.phases = call.x.kind, phases
+        c.call.dtype, c.call.phases, c.call.peers.timeout_ns = call.x.kind, phases, self.peers.timeout_ns
         epcy_low_latency_rows(&c.call, self.shape.hidden * call.x.item_bytes())
         c.call.handle, c.call.sent, c.call.header = handle.arrays, handle.arrays.sent + 1 + (step & 1), header
         c.call.num_tokens = <int32_t>handle.num_tokens

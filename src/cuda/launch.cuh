@@ -29,13 +29,14 @@ template <typename Kernel> int allow_shared(Kernel kernel) {
   return e;
 }
 
-// Whether the current device has bulk copies, and so needs their shared memory.
-inline bool has_bulk_copies() {
+// Whether the current device has what came with sm_90.
+inline bool is_sm_90() {
   int device = 0, major = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   return major >= 9;
 }
+inline bool has_bulk_copies() { return is_sm_90(); } // and so needs their shared memory
 
 // Blocks that do not wait for each other.
 template <typename... Args, typename... Given>
@@ -49,8 +50,6 @@ int launch_apart(void (*kernel)(Args...), int grid, int block, void *stream, Giv
 // after_others(), and may be brought to the multiprocessors while what came before it in the stream ends.
 template <bool Early = false, typename... Args, typename... Given>
 int launch_together(void (*kernel)(Args...), int grid, int block, size_t shared, void *stream, Given... given) {
-  static int num_attributes = 0;
-  if (num_attributes == 0) num_attributes = Early && has_bulk_copies() ? 2 : 1; // both came with sm_90
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid), config.blockDim = dim3(block),
   config.dynamicSmemBytes = shared ? shared + kSharedAlignment : 0, config.stream = (cudaStream_t)stream;
@@ -58,6 +57,6 @@ int launch_together(void (*kernel)(Args...), int grid, int block, size_t shared,
   attributes[0].id = cudaLaunchAttributeCooperative, attributes[0].val.cooperative = 1;
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attributes, config.numAttrs = num_attributes;
+  config.attrs = attributes, config.numAttrs = Early && is_sm_90() ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, Args(given)...);
 }

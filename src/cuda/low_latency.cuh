@@ -24,6 +24,7 @@
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 static_assert(kThreads == EPCY_PART_LINES * 8, "a thread a unit");
+constexpr int kBoth = EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE;
 // Warps of a dispatch that cast nothing: one sees to acknowledgements, one sends the lanes of the block's tokens.
 constexpr int kAcks = kWarps - 1, kScribe = kWarps - 2;
 
@@ -60,12 +61,12 @@ template <int Ranks, int Topk> EPCY_DEVICE int Sizes<Ranks, Topk>::by_topk(const
   else return quotient(n, c.topk);
 }
 
-// One thread: its wait has lasted too long. Called where a warp leaves its wait for good: a call from which the ordinary
-// way goes on would cost registers there.
-// Whether a rank has left its calls, in this rank's memory.
+// Whether a rank has left its calls, in some rank's memory.
 EPCY_DEVICE uint32_t *left_word(const epcy_low_latency_call &c, int on, int from) {
   return (uint32_t *)(c.peers.base[on] + c.peers.control.left) + from;
 }
+// One thread: its wait has lasted too long. Called where a warp leaves its wait for good: a call from which the ordinary
+// way goes on would cost registers there.
 static __device__ __noinline__ void expire(const epcy_low_latency_call &c, uint32_t epoch, int phase, int peer,
                                            uint64_t seen) {
   if (atomicCAS(c.broken, 0u, 1u) != 0) return; // somebody else has told
@@ -202,7 +203,7 @@ struct LowLatency {
 #pragma unroll 1
       for (int g = blockIdx.x + threadIdx.x * gridDim.x; g < EPCY_LOW_LATENCY_MAX_BLOCKS; g += blockDim.x * gridDim.x)
         mine->epoch[kind][g] = epoch;
-    if (phases == (EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE)) return; // the next call acknowledges this one
+    if (phases == kBoth) return; // the next call acknowledges this one
     if (is_clerk() && threadIdx.x == 0) {
       mine->held[kind][set()] = phases == EPCY_LOW_LATENCY_SEND ? epoch : 0;
       if (phases == EPCY_LOW_LATENCY_SEND) *sent = epoch;
@@ -227,13 +228,13 @@ struct Patience {
     if (!EPCY_RARELY((++turn & 1023) == 0)) return false;
     const uint32_t now = (uint32_t)(global_time_ns() >> 20);
     if (turn == 1024) since = now;
-    // What a rank sent before it left comes within a tick; more will not come.
-    const bool gone = __any_sync(~0u, waits && load_local(left_word(s.c, s.c.peers.rank, peer)) != 0);
     // Who refuses, or calls something else, sends no lines; the clerk tells why.
     if (phase == EPCY_CUDA_LINES && __any_sync(~0u, s.sees_another_call())) return true;
-    const bool late = now - since > (gone ? 1u : (uint32_t)(s.c.peers.timeout_ns >> 20));
-    if (!late && !s.is_broken()) return false;
-    if (waits) expire(s.c, s.epoch, phase, peer, seen);
+    // What a rank sent before it left comes within a tick; more will not come.
+    const bool left = waits && now - since > 1 && load_local(left_word(s.c, s.c.peers.rank, peer)) != 0;
+    const bool late = now - since > (uint32_t)(s.c.peers.timeout_ns >> 20);
+    if (!late && !__any_sync(~0u, left) && !s.is_broken()) return false;
+    if (left || (waits && late)) expire(s.c, s.epoch, phase, peer, seen); // of the others nothing is known
     return true;
   }
 };
@@ -286,46 +287,4 @@ static __device__ __noinline__ void report(const epcy_low_latency_call &c, int k
   if (verdict == EPCY_VERDICT_MISMATCH) headers[R] = epoch;
   __threadfence_system();
   *(volatile uint32_t *)&r->late_verdict = verdict;
-}
-
-// The tokens of each rank that a block carries, and the part of their rows that it carries.
-struct Tour {
-  int token, step, part;
-  EPCY_DEVICE explicit Tour(const epcy_low_latency_call &c) {
-    const int b = (int)blockIdx.x - 1;
-    token = quotient(b, c.num_parts), part = b - token * (int)c.num_parts.by;
-    step = quotient(gridDim.x - 1, c.num_parts);
-    if (b < 0) token = 1 << 30, part = 0; // the clerk
-  }
-};
-
-// Blocks with tokens, as many for each part of a row, `least` or more if so many are resident at once; and the clerk.
-inline int low_latency_grid(const epcy_low_latency_call &c, int least) {
-  const int P = (int)c.num_parts.by, most = (c.max_blocks - 1) / P;
-  int tokens = c.num_tokens > least / P ? c.num_tokens : least / P;
-  if (tokens > most) tokens = most;
-  return (tokens > 0 ? tokens : 1) * P + 1;
-}
-
-inline bool is_usual(const epcy_low_latency_call &c) {
-  return c.num_ranks == UsualSizes::kRanks && c.num_topk == UsualSizes::kTopk;
-}
-
-// Blocks with tokens, as many for each part of a row; and the clerk.
-inline int low_latency_grid(const epcy_low_latency_call &c) {
-  const int P = (int)c.num_parts.by, most = (c.max_blocks - 1) / P, least = EPCY_LOW_LATENCY_MIN_BLOCKS / P;
-  int tokens = c.num_tokens > least ? c.num_tokens : least;
-  if (tokens > most) tokens = most;
-  return (tokens > 0 ? tokens : 1) * P + 1;
-}
-
-template <typename Kernel> int resident_blocks(Kernel kernel, int threads, size_t shared, int *blocks) {
-  int device = 0, sms = 0, each = 0;
-  cudaError_t e = cudaGetDevice(&device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (e == cudaSuccess) e = (cudaError_t)allow_shared(kernel);
-  if (e == cudaSuccess) e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared);
-  const int all = sms * each < EPCY_LOW_LATENCY_MAX_BLOCKS ? sms * each : EPCY_LOW_LATENCY_MAX_BLOCKS;
-  if (e == cudaSuccess && all < *blocks) *blocks = all;
-  return e;
 }

@@ -8,8 +8,6 @@
 
 namespace {
 
-constexpr uint32_t kBoth = EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE;
-
 // The tokens of a block after its first one, in calls that have more tokens than blocks: apart, since a loop around all
 // would keep so much in registers that there were too few for rows.
 template <typename By, typename Rows, typename N>
@@ -162,12 +160,11 @@ extern "C" int epcy_cuda_launch_low_latency_combine(const epcy_low_latency_combi
   epcy_low_latency_call &c = a.call;
   Speed speed = kAny;
   int threads = kThreads;
-  if (is_usual(c) && c.phases == (int)kBoth && !(c.header & (EPCY_LOW_LATENCY_WEIGHTS | EPCY_LOW_LATENCY_LOGFMT))) {
+  if (is_usual(c) && c.phases == kBoth && !(c.header & (EPCY_LOW_LATENCY_WEIGHTS | EPCY_LOW_LATENCY_LOGFMT))) {
     c.max_blocks /= 2;
     speed = c.num_tokens * (int)c.num_parts.by < c.max_blocks ? kFew : kMany;
     if (speed == kMany)
       threads *= 2, c.num_parts = epcy_divide_by((c.num_lines + 2 * EPCY_PART_LINES - 1) / (2 * EPCY_PART_LINES));
   }
-  return launch_together<true>(kernel_of(c.dtype, c.header, speed), low_latency_grid(c, EPCY_LOW_LATENCY_MIN_BLOCKS),
-                               threads, 0, stream, a);
+  return launch_together<true>(kernel_of(c.dtype, c.header, speed), low_latency_grid(c), threads, 0, stream, a);
 }

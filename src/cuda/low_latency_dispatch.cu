@@ -13,7 +13,6 @@
 namespace {
 
 enum { kBytes = kFp32 + 1 }; // rows travel as they are; else the kind that is cast to FP8
-constexpr int kBoth = EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE;
 struct Shared {
   uint4 payload[kCasters];
   float scale[kGroups];
@@ -57,16 +56,20 @@ EPCY_DEVICE uint32_t line_scale(const epcy_low_latency_dispatch &a, const Shared
   return four;
 }
 
-// This rank receives nothing: say so wherever a combine would look. Written by the blocks that wrote it before.
+// This rank receives nothing: say so wherever a combine would look. Of a block all warps call it, or those whose wait has
+// ended; what it overwrites was written before a barrier that came since.
 __device__ __noinline__ void forget(const epcy_low_latency_dispatch &a, const Tour &tour) {
-  __syncthreads();
+  const epcy_low_latency_handle &h = a.call.handle;
+  const int lane = threadIdx.x & 31, K = a.call.num_topk;
 #pragma unroll 1
-  for (int t = tour.token; threadIdx.x == 0 && tour.part == 0 && t < a.call.num_tokens; t += tour.step)
-    a.call.handle.ranks[t] = 0;
+  for (int t = tour.token; tour.part == 0 && t < a.call.num_tokens; t += tour.step) {
+    if (lane == 0) h.ranks[t] = 0;
+    if (lane < K) h.lanes[t * K + lane] = kNowhere;
+  }
   if (blockIdx.x != 0) return; // the clerk:
-  if ((int)threadIdx.x < a.call.num_ranks) a.call.handle.tokens[threadIdx.x] = 0;
+  if ((int)threadIdx.x < a.call.num_ranks) h.tokens[threadIdx.x] = 0;
 #pragma unroll 1
-  for (int e = threadIdx.x; e < (int)a.call.num_local.by; e += kThreads) a.recv_count[e] = a.call.handle.counts[e] = 0;
+  for (int e = threadIdx.x; e < (int)a.call.num_local.by; e += kThreads) a.recv_count[e] = h.counts[e] = 0;
 }
 
 // One thread: keep the first bad id for the handle's check(), and for the Buffer's if none is kept there.
@@ -241,6 +244,5 @@ extern "C" int epcy_cuda_low_latency_dispatch_blocks(const epcy_shape *shape, in
 extern "C" int epcy_cuda_launch_low_latency_dispatch(const epcy_low_latency_dispatch *a, void *stream) {
   const epcy_low_latency_call &c = a->call;
   const auto kernel = kernel_of(c.header & EPCY_LOW_LATENCY_FP8, c.dtype, c.phases, is_usual(c));
-  return launch_together<true>(kernel, low_latency_grid(c, EPCY_LOW_LATENCY_MIN_BLOCKS), kThreads,
-                               shared_bytes(c.peers.shape), stream, *a);
+  return launch_together<true>(kernel, low_latency_grid(c), kThreads, shared_bytes(c.peers.shape), stream, *a);
 }

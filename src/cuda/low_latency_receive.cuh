@@ -1,6 +1,6 @@
 // Low-latency dispatch: tokens that come are copied to the rows of their experts.
 #pragma once
-#include "low_latency.cuh"
+#include "low_latency_grid.cuh"
 
 // What a warp has of its part of a token of some rank: a line's units, and the place and weight of each lane.
 struct Arrival {

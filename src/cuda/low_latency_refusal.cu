@@ -1,12 +1,9 @@
 // A rank that refuses a low-latency call takes part in it all the same: its epoch steps, and its header frees those who
 // wait for its data.
 #include "low_latency.cuh"
+#include "text.cuh"
 
 namespace {
-
-struct Text {
-  char bytes[EPCY_CUDA_TEXT_BYTES];
-};
 
 __global__ void __launch_bounds__(kThreads, 1)
     refuse(const __grid_constant__ epcy_low_latency_call call, int kind, const __grid_constant__ Text text) {
@@ -38,10 +35,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 extern "C" int epcy_cuda_launch_low_latency_refusal(const epcy_peers *peers, const epcy_low_latency_wire *wire,
                                                     int kind, uint32_t header, const char *text, void *stream) {
-  Text given = {};
-  for (int i = 0; text && text[i] && i < EPCY_CUDA_TEXT_BYTES - 1; i++) given.bytes[i] = text[i];
   epcy_low_latency_call call = {};
   call.peers = *peers, call.wire = *wire, call.header = header | EPCY_HEADER_REFUSED;
   epcy_low_latency_constants(&call);
-  return launch_apart(refuse, 1, kThreads, stream, call, kind, given);
+  return launch_apart(refuse, 1, kThreads, stream, call, kind, text_of(text));
 }

@@ -1,5 +1,6 @@
 // Low-latency combine: the experts' rows of a token at their rank: which they are, loading and summing them.
 #pragma once
+#include "low_latency_grid.cuh"
 #include "row_format.cuh"
 
 constexpr int kRows = 8; // rows of a thread whose loads are in flight together

@@ -12,13 +12,14 @@ EPCY_DEVICE bool wait_for_lines(const LowLatency &s, const Rows &rows, const uin
   static_assert(N <= 4, "bits of a word");
   Patience patience;
   for (;;) {
-    unsigned mine = 0;
+    unsigned mine = 0, seen = 0;
 #pragma unroll
     for (int j = 0; j < N; j++)
-      if (wire >> j & 1 && rows.late(s, v[j])) mine |= 1u << j;
+      if (wire >> j & 1 && rows.late(s, v[j])) mine |= 1u << j, seen = v[j].x;
     const unsigned any = __reduce_or_sync(~0u, mine);
     if (!EPCY_RARELY(any)) return true;
-    if (patience.over(s, mine, EPCY_CUDA_LINES, peers >> 8 * (__ffs(any) - 1) & 255, 0)) return false;
+    if (patience.over(s, mine, EPCY_CUDA_LINES, peers >> 8 * (__ffs(any) - 1) & 255, (uint64_t)seen << 32))
+      return false;
 #pragma unroll
     for (int j = 0; j < N; j++)
       if (any >> j & 1) rows.look(at[j], &v[j]);

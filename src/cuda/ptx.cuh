@@ -81,17 +81,18 @@ EPCY_DEVICE void after_others() {
 #endif
 }
 
-// Loads of what no kernel that runs writes, issued where they stand: the compiler would move them to their first use,
-// behind another load that is waited for.
+// Loads of what is written before after_others(), issued where they stand: the compiler would move them to their first
+// use, behind another load that is waited for. Not of the non-coherent path, which wants memory that nobody writes while
+// the kernel is there: it may be there before the one that writes has ended.
 EPCY_DEVICE uint4 load_early(const uint4 *p) {
   uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 // Without a branch: anything unless `wanted`. In a loop that anything would be what was there before, and keep its
 // registers from turn to turn: clear it first.
 EPCY_DEVICE void load_early_if(bool wanted, const uint4 *p, uint4 *v) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];}"
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
                : "+r"(v->x), "+r"(v->y), "+r"(v->z), "+r"(v->w)
                : "l"(p), "r"((uint32_t)wanted));
 }
@@ -111,20 +112,19 @@ EPCY_DEVICE int opaque_zero() {
 }
 // One word, or two; nothing is done with them yet, which would wait for them.
 EPCY_DEVICE void load_early(bool two, const void *p, int32_t *low, int32_t *high) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.v2.s32 {%0,%1}, [%2]; @!p ld.global.nc.s32 %0, [%2];}"
-      : "=r"(*low), "=r"(*high)
-      : "l"(p), "r"((uint32_t)two));
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.v2.s32 {%0,%1}, [%2]; @!p ld.global.s32 %0, [%2];}"
+               : "=r"(*low), "=r"(*high)
+               : "l"(p), "r"((uint32_t)two));
 }
 EPCY_DEVICE int32_t load_early(const int32_t *p) {
   int32_t v;
-  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
 EPCY_DEVICE uint32_t load_early(const uint32_t *p) { return (uint32_t)load_early((const int32_t *)p); }
 EPCY_DEVICE float load_early(const float *p) {
   float v;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
 

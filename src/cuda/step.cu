@@ -2,12 +2,9 @@
 #include "epcy/low_latency.h"
 #include "launch.cuh"
 #include "step.cuh"
+#include "text.cuh"
 
 namespace {
-
-struct Text {
-  char bytes[EPCY_CUDA_TEXT_BYTES];
-};
 
 // A rank that refuses takes part all the same: its epoch steps, and its header frees everybody who waits.
 __global__ void __launch_bounds__(256, 1)
@@ -95,9 +92,7 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
 } // namespace
 
 extern "C" int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream) {
-  Text given = {};
-  for (int i = 0; text && text[i] && i < EPCY_CUDA_TEXT_BYTES - 1; i++) given.bytes[i] = text[i];
-  return launch_apart(step_alone, 1, 256, stream, *peers, header, given);
+  return launch_apart(step_alone, 1, 256, stream, *peers, header, text_of(text));
 }
 
 extern "C" int epcy_cuda_launch_reset(const epcy_peers *peers, const epcy_low_latency_wire *wire, uint32_t round,

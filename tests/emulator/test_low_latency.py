@@ -198,3 +198,38 @@ def test_a_combine_without_one_of_three(missing: int, comes: str, by_source: boo
             assert report.expired and report.peer == missing
         else:
             assert (report.late_verdict, report.late_rank) == (C.EPCY_VERDICT_REFUSED, missing)
+
+
+@pytest.mark.parametrize("by_source", [False, True], ids=["rank", "source"])
+def test_after_a_mismatch_nothing_is_waited_for(by_source: bool) -> None:
+    """The handle of a dispatch that failed names no rows: a combine with it ends, and gives zeros."""
+    rng = np.random.default_rng(4)
+    world = LowLatencyRanks(2, 3, 8, 6, 256, row_bytes=1024)
+    xs = [draws.floats(rng, (5, 256), FLOATS[0]) for _ in range(2)]
+    idxs = [draws.lanes(rng, 5, 8, world.E) for _ in range(2)]
+    handles = [world.make_handle(r) for r in range(2)]
+    for r in range(2):
+        world.dispatch(r, handles[r], xs[r], idxs[r], use_fp8=r == 0)
+    world.run(1)
+    for r in range(2):
+        assert world.report(r).late_verdict == C.EPCY_VERDICT_MISMATCH
+        C.epcy_report.from_buffer(world.reports[r]).late_verdict = 0
+    y = np.ones((3, 12, 256), FLOATS[0])
+    outs = [world.combine(r, handles[r], y, 5, by_source=by_source) for r in range(2)]
+    world.run(2)
+    check_quiet(world)
+    assert not any(out.view(np.uint16).any() for out in outs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_two_missing_ranks_the_one_that_left_is_named(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    world = LowLatencyRanks(3, 2, 2, 6, 256, row_bytes=1024, timeout_ns=10**12)
+    gone = 1 + seed % 2
+    world.control_words(0, world.control.left, 2).view(np.uint32)[gone] = 1
+    world.dispatch(
+        0, world.make_handle(0), draws.floats(rng, (5, 256), FLOATS[0]), draws.lanes(rng, 5, 2, world.E)
+    )
+    world.run(seed)
+    report = world.report(0)
+    assert (report.expired, report.peer, report.gone) == (1, gone, 1)
