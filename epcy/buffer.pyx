@@ -602,7 +602,7 @@ cdef class Buffer(LowLatencyCalls):
     def stats(self, *, reset=False):
         """Tell what this rank's Buffer did: memory, tokens, waits, times.
 
-        Local. It waits for nothing on the host backend; on nvshmem it copies a few kilobytes from the GPU. Works on a
+        Local. It waits for nothing on the host backend; on nvshmem it copies 400 KB from the GPU. Works on a
         broken Buffer too.
 
         Parameters

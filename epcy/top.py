@@ -144,7 +144,8 @@ def _table(rich: Any, rows: Sequence[Line]) -> Any:
 def show(directory: str | None = None, *, once: bool = False, interval_s: float = 1.0) -> int:
     """Show the ranks of this user's jobs on this machine, until Ctrl-C; `once`: one table, since construction.
 
-    Local, blocking. The jobs notice nothing: their status pages are read.
+    Local, blocking. Their status pages are read. Ranks on GPUs fetch their sums once a second while somebody looks on;
+    others notice nothing. `once` takes two seconds, for their sake.
 
     Raises
     ------
@@ -156,15 +157,17 @@ def show(directory: str | None = None, *, once: bool = False, interval_s: float 
     rich = _rich()
     console = rich.console.Console(width=None if not once else 160)
     directory = directory or os.environ.get("EPCY_STATUS_DIR") or None
-    before, at = status.read_all(directory), time.monotonic()
+    before, at = status.read_all(directory, watch=True), time.monotonic()
     if once:
-        console.print(_table(rich, lines(before)))
+        if before:
+            time.sleep(2.0)
+        console.print(_table(rich, lines(status.read_all(directory))))
         return 0
     try:
         with rich.live.Live(_table(rich, lines(before)), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(interval_s)
-                now, then = status.read_all(directory), time.monotonic()
+                now, then = status.read_all(directory, watch=True), time.monotonic()
                 live.update(_table(rich, lines(now, before, then - at)), refresh=True)
                 before, at = now, then
     except KeyboardInterrupt:

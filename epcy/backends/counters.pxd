@@ -20,6 +20,7 @@ cdef extern from "epcy/status.h" nogil:
         uint64_t epoch
         int64_t since_ns
         int64_t num_calls[7]
+        int64_t watched_ns
 
 
 cdef class Counters:

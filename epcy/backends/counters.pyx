@@ -1,7 +1,7 @@
 # cython: boundscheck=False, wraparound=False
 # distutils: libraries = epcy_cuda
 """The GPU's part of what a Buffer counts: kernels add to counters in device memory and stamp their times; here they are
-read, now and then, and added to the meter. Nothing is read in a call.
+read, when somebody asks, and added to the meter. Nothing is read in a call but while `python -m epcy top` looks on.
 
 The last 1024 calls of a kind have stamps: of more between two readings, the earlier ones count nowhere.
 """
@@ -66,12 +66,13 @@ cdef class Counters:
         return 0
 
     cdef int leave(self) except -1:
-        """The host leaves a call, outside of captures; once a second the page's running sums are brought up to date."""
+        """The host leaves a call, outside of captures; while somebody looks on, the page's sums are fetched once a second."""
         cdef int64_t now
         if self.status != NULL:
             now = time.monotonic_ns()
             self.status.phase, self.status.since_ns = EPCY_PHASE_IDLE, now
-            if now - self.last_read_ns > 1_000_000_000 and self.meter.flows is None:
+            if (now - self.status.watched_ns < 3_000_000_000 and now - self.last_read_ns > 1_000_000_000
+                    and self.meter.flows is None):
                 self.last_read_ns = now
                 self.read()
         return 0
@@ -154,7 +155,7 @@ cdef class Counters:
         for kind in range(EPCY_NUM_STAMP_KINDS):
             for i in range(EPCY_NUM_STAMPS):
                 s = &now.stamps[kind][i]
-                if s.epoch_op and s.again == s.epoch_op and (
+                if s.epoch_op and s.again == s.epoch_op and s.end_ns[EPCY_SPAN_CALL] >= s.start_ns and (
                         <int32_t>(<uint32_t>(s.epoch_op >> 32) - self.last_epochs[kind]) > 0):
                     found.append((s.start_ns, kind, i))
         found.sort()

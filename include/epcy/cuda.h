@@ -91,6 +91,7 @@ enum epcy_stamp_kind { /* each kind of call has epochs of its own, each half of 
                        EPCY_NUM_STAMP_KINDS
 };
 #define EPCY_NUM_STAMPS 1024 /* that are kept of each kind: the host reads them now and then */
+/* Its words are stored without an order: a copy made in the very moment may mix two calls, and counts once. */
 typedef struct epcy_stamp {
   uint64_t epoch_op; /* epoch above, operation below; 0: never written */
   uint64_t start_ns;

@@ -17,7 +17,7 @@ from epcy.errors import ArgumentError
 FORMAT = "<QiiiiiiQq7q"
 
 
-def page(pid=1, op=1, phase=2, epoch=9, magic=0x7375746174737965, version=3):
+def page(pid=1, op=1, phase=2, epoch=9, magic=0x7375746174737965, version=4):
     now = time.monotonic_ns()
     raw = struct.pack(FORMAT, magic, version, pid, 3, 4, op, phase, epoch, now - 10**9, 0, 5, 4, 1, 0, 0, 0)
     return raw.ljust(4096, b"\0")
@@ -141,3 +141,17 @@ def test_any_bytes(data, changes):
     for raw in (data, bytes(whole), bytes(whole)[: len(data)], page()[:24] + data):
         found = status.parse(raw)
         assert found is None or (str(found) and found.age >= 0)
+
+
+def test_who_looks_on_leaves_word(tmp_path):
+    folder = status.folder(str(tmp_path / "pages"))
+    mapped, path = status.open_page(folder, 3)
+    written = page(pid=os.getpid())
+    mapped[:] = written
+    status.read_all(str(folder))
+    assert struct.unpack_from("<q", path.read_bytes(), struct.calcsize(FORMAT)) == (0,)
+    before = time.monotonic_ns()
+    assert len(status.read_all(str(folder), watch=True)) == 1
+    (watched_ns,) = struct.unpack_from("<q", mapped, struct.calcsize(FORMAT))
+    assert before <= watched_ns <= time.monotonic_ns()
+    assert mapped[: struct.calcsize(FORMAT)] == written[: struct.calcsize(FORMAT)]
