@@ -55,8 +55,8 @@ def examine(
     facts["size"] = MPI.COMM_WORLD.size
     if facts["size"] == 1:
         return _judge(facts), [facts]
-    comm = bootstrap.duplicate(MPI.COMM_WORLD, TIMEOUT)
-    all_facts = bootstrap.allgather(comm, facts, TIMEOUT)
+    comm = bootstrap.duplicate(MPI.COMM_WORLD, TIMEOUT, "epcy doctor")
+    all_facts = bootstrap.allgather(comm, facts, TIMEOUT, "epcy doctor")
     comm.Free()
     first: dict[str, Facts] = {}
     for one in all_facts:  # what changes all the time is the same on a machine if it is read once
