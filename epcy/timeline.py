@@ -43,7 +43,8 @@ class trace:  # noqa: N801 - used as a function
     Collective over `comm` at both ends of the block, blocking. Slices are calls and their phases, arrows lead from who
     sent tokens to who got them; the clocks of the ranks are compared by ping-pong at both ends, and the metadata says
     how far off they may be. An exception that leaves the block makes its rank write a part of its own, `path` with
-    `.rankN` behind it, and wait for nobody; so does a rank that the others keep waiting at the end. With the nvtx extra calls are NVTX ranges meanwhile.
+    `.rankN` behind it, and wait for nobody; so does a rank that the others keep waiting at the end. With the nvtx
+    extra calls are NVTX ranges meanwhile.
 
     Parameters
     ----------
