@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from mpi4py import MPI
 
 import epcy
 from epcy.backends import bootstrap
+from epcy.bench import results
 from epcy.bench.replay_calls import Player
 from epcy.bench.replay_values import Values
 from epcy.errors import ArgumentError, EpcyError
@@ -270,8 +270,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         if given.json is not None:
             said = {"schema": 1, "ranks": comm.size, "rows": rows, "failure": failure and asdict(failure)}
-            with open(given.json, "w", encoding="utf-8") as file:
-                json.dump(said, file, indent=1)
+            results.write(given.json, said)
     return int(failure is not None)
 
 

@@ -104,9 +104,8 @@ def main(json_wanted: bool, strict: bool, root: str = "/") -> int:
     """Examine, write one report, return the exit status; see `examine`."""
     findings, facts = examine(root)
     launch = launched(os.environ)
-    if (
-        launch is None or launch["rank"] == 0
-    ):  # the launcher's count: ranks that are alone are all rank 0 of MPI's
+    # The launcher's count: ranks that are alone are all rank 0 of MPI's.
+    if launch is None or launch["rank"] == 0:
         sys.stdout.write(as_json(findings, facts) if json_wanted else render(findings, len(facts)))
         sys.stdout.flush()
     return status(findings, strict)

@@ -96,10 +96,8 @@ def test_load_is_that_of_random_routing():
     assert load.rows_to_peer == pytest.approx(1000 * share, rel=0.02)
     assert load.num_bytes == pytest.approx(4 * load.bytes_to_peer)
     assert model.load_of("dispatch", 10, 1, 8, 2, 100).rows_to_peer == 10
-    for subject in (
-        "dispatch expert",
-        "low_latency_combine",
-    ):  # a row for each lane is written, one a rank crosses
+    # A row for each lane is written, one a rank crosses.
+    for subject in ("dispatch expert", "low_latency_combine"):
         by_lane = model.load_of(subject, 1000, 4, 16, 3, 100)
         assert by_lane.rows_to_peer == load.rows_to_peer and by_lane.rows_moved == 3000
 
@@ -227,6 +225,20 @@ def test_a_bad_calibration_is_told_by_all_ranks(comm, backend, make_buffer):
         make_buffer()
     comm.Barrier()
     make_buffer(num_sms=2).barrier()
+
+
+def test_the_points_of_a_calibration(comm, backend, monkeypatch):
+    """As many as the time is divided by; fewer only where SMs cannot change or calls have no jump."""
+    names = []
+    monkeypatch.setattr(calibrate, "time_calls", lambda buf, kind, *_: {kind.there: 1.0, kind.back: 1.0})
+    for kind in (*calibrate.HIGH_THROUGHPUT, calibrate.LOW_LATENCY):
+        run = calibrate.Calibration(comm, backend, 0.0, names.append)
+        names.clear()
+        run.measure(kind)
+        assert len(names) == len(set(names)) <= calibrate.most_points(kind)
+        assert len(names) >= 2 + len(calibrate.SIZES_BYTES) or kind.is_low_latency
+        if kind.is_low_latency:
+            assert len(names) == calibrate.most_points(kind)
 
 
 @pytest.mark.slow
