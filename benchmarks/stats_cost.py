@@ -56,9 +56,8 @@ def measure(comm, backend, num_tokens, num_calls, num_blocks, order):
     gc.disable()
     for block in range(-2, num_blocks):
         for which in (0, 1) if block % 2 else (1, 0):
-            us[which, block] = (
-                block_us(comm, runs[which], num_calls) / 2
-            )  # of a call: there are two in a round
+            # Of a call: there are two in a round.
+            us[which, block] = block_us(comm, runs[which], num_calls) / 2
     gc.enable()
     for buf in buffers:
         buf.free()

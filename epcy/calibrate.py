@@ -63,9 +63,8 @@ def calls_of(buf: Any, kind: Kind, num_tokens: int, num_topk: int) -> dict[str, 
     xp, rng = buf.xp, np.random.default_rng([7, buf.rank])
     num_experts, hidden = buf.options["num_experts"], buf.options["hidden"]
     drawn = rng.random((num_tokens, hidden), np.float32).astype(ml_dtypes.bfloat16)
-    x = xp.asarray(drawn.view(np.uint16)).view(
-        ml_dtypes.bfloat16
-    )  # bits: not every CuPy computes with bfloat16
+    # Bits: not every CuPy computes with bfloat16.
+    x = xp.asarray(drawn.view(np.uint16)).view(ml_dtypes.bfloat16)
     idx = xp.asarray(np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :num_topk].astype(np.int64))
     weights = xp.ones((num_tokens, num_topk), np.float32)
     area: list[Any] = []
@@ -167,9 +166,10 @@ def calibrate(
     ArgumentError
         A file in the cache folder that is none of epcy's.
     """
-    run = Calibration(comm, backend, seconds / 34 / PASSES, step)
+    kinds = (*HIGH_THROUGHPUT, LOW_LATENCY)
+    run = Calibration(comm, backend, seconds / PASSES / sum(map(most_points, kinds)), step)
     for _ in range(PASSES):
-        for kind in (*HIGH_THROUGHPUT, LOW_LATENCY):
+        for kind in kinds:
             run.measure(kind)
     found = {
         subject: constants_of(points, run.usual.get(subject, 1)) for subject, points in run.points.items()
@@ -179,6 +179,13 @@ def calibrate(
             key = measured.key_of(str(run.backend), comm.size, run.num_nodes, subject)
             measured.put("calibration", key, asdict(constants))
     return found
+
+
+def most_points(kind: Kind) -> int:
+    """Count the points that `Calibration.measure` takes of a kind; a backend or a machine may have fewer. Local."""
+    if kind.is_low_latency:
+        return len(("thin", "fixed", "cast")) + len(SLOT_TOKENS[:-1])
+    return len(("thin", "asleep", "awake", "fixed", "few", "many")) + len(SIZES_BYTES) + len(BESIDE)
 
 
 class Calibration:
@@ -262,9 +269,8 @@ class Calibration:
         """Return the tokens of the calls that rates are measured at, ascending. Local."""
         if kind.is_low_latency:
             return SLOT_TOKENS[:-1]
-        rows = (
-            NUM_TOPK if kind.layout == "expert" else min(NUM_TOPK, self.comm.size)
-        )  # as the kernel counts them
+        # As the kernel counts them.
+        rows = NUM_TOPK if kind.layout == "expert" else min(NUM_TOPK, self.comm.size)
         beside = () if jump is None else (round(share * jump / rows / HIDDEN / 2) for share in BESIDE)
         sizes = [self.tokens_of(kind.there, num_bytes) for num_bytes in SIZES_BYTES]
         return sorted({*sizes, *(n for n in beside if sizes[0] < n < sizes[-1])})

@@ -81,8 +81,10 @@ def _finite(value: Any) -> bool:
         return False
 
 
-def get(kind: str, key: str, expected: dict[str, type]) -> dict[str, Any] | None:
-    """Find an entry of `kind`.json, or None. Local.
+def get(
+    kind: str, key: str, expected: dict[str, type], optional: dict[str, type] | None = None
+) -> dict[str, Any] | None:
+    """Find an entry of `kind`.json, or None. Local; what is `optional` may be missing.
 
     Raises
     ------
@@ -91,8 +93,11 @@ def get(kind: str, key: str, expected: dict[str, type]) -> dict[str, Any] | None
     """
     path = folder() / f"{kind}.json"
     entry: dict[str, Any] | None = _read(path).get(key)
-    for name, of in expected.items() if entry is not None else ():
-        value = entry.get(name) if entry is not None else None
+    if entry is None:
+        return None
+    there = {name: of for name, of in (optional or {}).items() if name in entry}
+    for name, of in {**expected, **there}.items():
+        value = entry.get(name)
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float) if of is float else of)

@@ -19,7 +19,10 @@ from typing import Any
 from epcy import measured
 from epcy.errors import ArgumentError
 
-__all__ = ["Constants", "Explanation", "Load", "Plan", "choose", "load_of", "predict", "stored", "subject_of"]
+__all__ = [
+    "OPERATIONS", "SUBJECTS", "Constants", "Explanation", "Load", "Plan", "all_stored", "choose", "explain", "load_of",
+    "predict", "rate_gbps", "stored", "subject_of",
+]  # fmt: skip
 
 OPERATIONS = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
 # What has constants of its own: an operation, or one in the expert layout.

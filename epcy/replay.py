@@ -22,14 +22,8 @@ from epcy.recording.shrink import describe, shrink
 
 __all__ = ["Job", "main"]
 
-OUTER = (
-    "PMI_",
-    "PMIX_",
-    "OMPI_",
-    "HYDI_",
-    "PALS_",
-    "MPIEXEC_",
-)  # variables by which a process knows its rank
+# Variables by which a process knows its rank.
+OUTER = ("PMI_", "PMIX_", "OMPI_", "HYDI_", "PALS_", "MPIEXEC_")
 
 
 class Job:

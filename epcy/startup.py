@@ -116,8 +116,8 @@ def init(comm: Any = None, heap_bytes: int | None = None, *, device: int | None 
     except EpcyError as caught:
         error = caught
     timeout = values.get("timeout", BY_NAME["timeout"].default)
-    copy = bootstrap.duplicate(comm, timeout)
-    identities = bootstrap.agree(copy, {"heap_bytes": heap_bytes}, error, timeout)
+    copy = bootstrap.duplicate(comm, timeout, "epcy.init()")
+    identities = bootstrap.agree(copy, {"heap_bytes": heap_bytes}, error, timeout, "epcy.init()")
 
     from epcy.backends import symmetric
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -11,9 +12,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from epcy import ranges
+from epcy.backends import bootstrap
 from epcy.backends.meter import Meter, keep_meters, leave_meters
 from epcy.clocks import Aligned, ClockOffset, compare
-from epcy.errors import ArgumentError, StateError
+from epcy.errors import ArgumentError, PeerTimeoutError, StateError
 from epcy.private_file import write_text
 from epcy.status import OPERATIONS
 
@@ -40,8 +42,9 @@ class trace:  # noqa: N801 - used as a function
 
     Collective over `comm` at both ends of the block, blocking. Slices are calls and their phases, arrows lead from who
     sent tokens to who got them; the clocks of the ranks are compared by ping-pong at both ends, and the metadata says
-    how far off they may be. An exception that leaves the block makes every rank write a part of its own, `path` with
-    `.rankN` behind it, and waits for nobody. With the nvtx extra calls are NVTX ranges meanwhile.
+    how far off they may be. An exception that leaves the block makes its rank write a part of its own, `path` with
+    `.rankN` behind it, and wait for nobody; so does a rank that the others keep waiting at the end. With the nvtx
+    extra calls are NVTX ranges meanwhile.
 
     Parameters
     ----------
@@ -52,21 +55,30 @@ class trace:  # noqa: N801 - used as a function
     num_events : int
         Slices that a Buffer keeps on each rank: 32 bytes each. Of more the last ones; the metadata says how many are
         missing.
+    timeout : float
+        Seconds that a rank waits for the others at either end.
 
     Raises
     ------
     ArgumentError
-        num_events is below 1.
+        num_events is below 1; rank 0 cannot write the file.
+    PeerTimeoutError
+        A rank did not come to the end of the block; this one has written its part.
     StateError
         The same trace is entered again.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], comm: MPI.Intracomm | None = None, *, num_events: int = 1 << 18
+        self,
+        path: str | os.PathLike[str],
+        comm: MPI.Intracomm | None = None,
+        *,
+        num_events: int = 1 << 18,
+        timeout: float = 60.0,
     ) -> None:
         if num_events < 1:
             raise ArgumentError(f"num_events: expected a positive whole number, got {num_events!r}")
-        self.path, self.num_events = Path(path), num_events
+        self.path, self.num_events, self.timeout = Path(path), num_events, timeout
         self._given, self._meters, self._first = comm, [], []  # type: ignore[var-annotated]
         self._comm: MPI.Intracomm | None = None
         self._start_ns = 0
@@ -76,7 +88,9 @@ class trace:  # noqa: N801 - used as a function
             raise StateError("trace: this trace was entered before; make a new one")
         from mpi4py import MPI
 
-        self._comm = self._given if self._given is not None else MPI.COMM_WORLD
+        comm = self._given if self._given is not None else MPI.COMM_WORLD
+        # A copy: in it stays an end that a rank never comes to.
+        self._comm = bootstrap.duplicate(comm, self.timeout, "epcy.trace")
         self._first = compare(self._comm)
         ranges.follow(True)
         keep_meters(self._meters, self.num_events)
@@ -97,20 +111,29 @@ class trace:  # noqa: N801 - used as a function
         leave_meters(self._meters)
         ranges.follow(False)
         if kind is not None:
-            alone = [ClockOffset(0, 0, 0)]
-            write(self.path.with_name(f"{self.path.name}.rank{comm.rank}"), assemble([part], alone, alone))
+            self._write_alone(part)
             return
+        try:
+            bootstrap.allgather(comm, None, self.timeout, "the end of epcy.trace")
+        except PeerTimeoutError:
+            self._write_alone(part)
+            raise
         last = compare(comm)
-        parts = comm.gather(part)
-        error = None
+        parts, text = comm.gather(part), None
         if parts is not None:
             try:
                 write(self.path, assemble(parts, self._first, last))
-            except OSError as caught:
-                error = caught
-        error = comm.bcast(error)
-        if error is not None:
-            raise ArgumentError(f"path: rank 0 could not write {os.fspath(self.path)!r}: {error}")
+            except Exception as caught:  # whatever it is, the other ranks wait to hear of it
+                text = str(caught) or type(caught).__name__
+        text = comm.bcast(text)
+        comm.Free()
+        if text is not None:
+            raise ArgumentError(f"path: rank 0 could not write {os.fspath(self.path)!r}: {text}")
+
+    def _write_alone(self, part: Part) -> None:
+        alone = [ClockOffset(0, 0, 0)]
+        with contextlib.suppress(OSError):  # the exception that ends the block is the one to see
+            write(self.path.with_name(f"{self.path.name}.rank{part['rank']}"), assemble([part], alone, alone))
 
 
 def _buffer_part(meter: Meter) -> dict[str, Any]:

@@ -47,10 +47,8 @@ def lookup(backend: str, num_ranks: int, values: Mapping[str, Any]) -> dict[str,
     if not open_ or not (measured.folder() / "tuning.json").exists():
         return {}
     known, key = knobs_of(backend), key_of(backend, num_ranks, values)
-    entry = measured.get("tuning", key, {name: KNOBS[name] for name in known})
-    if entry is None:
-        return {}
-    found = {name: KNOBS[name](entry[name]) for name in known if name in open_}
+    entry = measured.get("tuning", key, {}, {name: KNOBS[name] for name in known}) or {}
+    found = {name: KNOBS[name](entry[name]) for name in known if name in open_ and name in entry}
     for name, value in found.items():
         limits = BY_NAME[name]
         if not limits.minimum <= value <= limits.maximum:  # type: ignore[operator]
@@ -140,6 +138,7 @@ def tune(
     a dispatch, experts that read and write every row, and a combine; what counts is the slowest rank of each. Knobs are
     tried one after another, each with the best of those before it. Another value must be more than 2 % better than the
     one in use; of num_sms the smallest within 2 % of the best wins, so that what is left over stays with the experts.
+    What is kept of a shape is what this run tried, in place of what an earlier one kept.
 
     Parameters
     ----------
@@ -152,7 +151,8 @@ def tune(
     step : callable
         Is told, on every rank, what is tried next.
     **options
-        Of the Buffer: hidden, num_experts and num_topk at least. A knob that is given is not tried.
+        Of the Buffer: hidden, num_experts and num_topk at least. A knob that is given to a rank, here or by
+        its EPCY_* variable, is neither tried nor kept.
 
     Returns
     -------
@@ -163,11 +163,13 @@ def tune(
 
     start = time.monotonic()
     found: Found = {}
-    given = {name for name in KNOBS if options.get(name) is not None}
+    environ = os.environ
+    mine = {n for n in KNOBS if options.get(n) is not None or environ.get(str(BY_NAME[n].env))}
     options = {"num_max_tokens_per_rank": num_tokens, "dtype": "float16", **options, "preinitialize": True}
     with epcy.Buffer(comm, **options) as buf:
         cores = max(1, min(buf.topology.cpus_per_node) // max(buf.topology.ranks_per_node))
         best = {name: buf.options[name] for name in knobs_of(buf.backend)}
+        given = set().union(*buf.comm.allgather(mine))
         names = [name for name in knobs_of(buf.backend) if name not in given]
         work = Step(buf, num_tokens)
         for at, name in enumerate(names):
@@ -181,8 +183,11 @@ def tune(
                 buf._use_knobs(**{name: best[name]})
                 if comm.rank == 0:
                     say_all(name, found[name], best[name], say)
-        if comm.rank == 0:
+        if comm.rank == 0 and not found:
+            say("no knob to try: nothing is kept")
+        elif comm.rank == 0:
             key = key_of(buf.backend, comm.size, buf.options)
+            best = {name: best[name] for name in found}
             us = {name: {str(value): us for value, us in tried.items()} for name, tried in found.items()}
             path = measured.put("tuning", key, {**best, "num_tokens": num_tokens, "us": us})
             kept = ", ".join(f"{name} {value}" for name, value in best.items())

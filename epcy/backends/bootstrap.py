@@ -18,7 +18,7 @@ from epcy.errors import ArgumentError, EpcyError, MismatchError, PeerError, Peer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Identity", "agree", "allgather", "check", "compare", "duplicate", "exchange"]
+__all__ = ["Identity", "agree", "allgather", "check", "compare", "duplicate", "exchange", "meet"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _start_time(pid: int) -> tuple[str, str]:
         return "", ""
 
 
-def _wait(request: MPI.Request, timeout: float, what: str) -> None:
+def _wait(request: MPI.Request, timeout: float, what: str, longest_nap: float = 1e-3) -> None:
     deadline, nap = time.monotonic() + timeout, 0.0
     while not request.Test():
         if time.monotonic() > deadline:
@@ -64,7 +64,7 @@ def _wait(request: MPI.Request, timeout: float, what: str) -> None:
                 phase="bootstrap",
             )
         time.sleep(nap)
-        nap = min(nap + 1e-5, 1e-3)
+        nap = min(nap + 1e-5, longest_nap)
 
 
 def check(comm: Any) -> None:
@@ -86,33 +86,40 @@ def check(comm: Any) -> None:
         raise ArgumentError("comm: expected an intracommunicator, got an intercommunicator; use its Merge()")
 
 
-def duplicate(comm: MPI.Comm, timeout: float) -> MPI.Intracomm:
+def duplicate(comm: MPI.Comm, timeout: float, step: str = "Buffer()") -> MPI.Intracomm:
     """Copy the communicator, so that our messages never meet the user's.
 
-    Collective, blocking for at most `timeout` seconds.
+    Collective, blocking for at most `timeout` seconds; `step` is what a PeerTimeoutError names.
     """
     copy, request = cast("MPI.Intracomm", comm).Idup()
-    _wait(request, timeout, "Buffer(): MPI_Comm_idup")
+    _wait(request, timeout, f"{step}: MPI_Comm_idup")
     return copy
 
 
-def allgather(comm: MPI.Intracomm, message: Any, timeout: float) -> list[Any]:
+def meet(comm: MPI.Intracomm, timeout: float, step: str) -> None:
+    """Wait for all ranks without a nap, so that they leave together.
+
+    Collective, blocking for at most `timeout` seconds; `step` is what a PeerTimeoutError names.
+    """
+    _wait(comm.Ibarrier(), timeout, step, longest_nap=0.0)
+
+
+def allgather(comm: MPI.Intracomm, message: Any, timeout: float, step: str) -> list[Any]:
     """Return every rank's message in rank order.
 
-    Collective, blocking for at most `timeout` seconds.
+    Collective, blocking for at most `timeout` seconds; `step` is what a PeerTimeoutError names.
     """
     from mpi4py import MPI
 
     mine = bytearray(pickle.dumps(message))
     sizes = bytearray(8 * comm.size)
-    _wait(
-        comm.Iallgather([len(mine).to_bytes(8, "little"), MPI.BYTE], [sizes, MPI.BYTE]), timeout, "Buffer()"
-    )
+    request = comm.Iallgather([len(mine).to_bytes(8, "little"), MPI.BYTE], [sizes, MPI.BYTE])
+    _wait(request, timeout, step)
     counts = [int.from_bytes(sizes[8 * r : 8 * r + 8], "little") for r in range(comm.size)]
     gathered = bytearray(sum(counts))
     starts = [sum(counts[:r]) for r in range(comm.size)]
     request = comm.Iallgatherv([mine, MPI.BYTE], [gathered, counts, starts, MPI.BYTE])
-    _wait(request, timeout, "Buffer()")
+    _wait(request, timeout, step)
     return [pickle.loads(gathered[s : s + n]) for s, n in zip(starts, counts, strict=True)]
 
 
@@ -123,7 +130,7 @@ def exchange(
 
     Collective, blocking for at most `timeout` seconds.
     """
-    answers = allgather(comm, (None, str(error)) if error is not None else (message, None), timeout)
+    answers = allgather(comm, (None, str(error)) if error is not None else (message, None), timeout, step)
     if error is not None:
         raise error
     refused = [rank for rank, (_, text) in enumerate(answers) if text is not None]
@@ -144,12 +151,16 @@ def compare(all_options: list[dict[str, Any]]) -> None:
 
 
 def agree(
-    comm: MPI.Intracomm, options: dict[str, Any], error: EpcyError | None, timeout: float
+    comm: MPI.Intracomm,
+    options: dict[str, Any],
+    error: EpcyError | None,
+    timeout: float,
+    step: str = "Buffer()",
 ) -> list[Identity]:
     """Compare the options of all ranks and learn who they are.
 
     Collective, blocking for at most `timeout` seconds.
     """
-    answers = exchange(comm, (options, Identity.mine()), error, timeout, "Buffer()")
+    answers = exchange(comm, (options, Identity.mine()), error, timeout, step)
     compare([answer[0] for answer in answers])
     return [answer[1] for answer in answers]

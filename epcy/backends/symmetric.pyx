@@ -92,7 +92,7 @@ def start(comm, device, heap_bytes, timeout):
     bootstrap.exchange(comm, None, error, timeout, "epcy.init()")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    got = bootstrap.allgather(comm, unique_id() if rank == 0 else None, timeout)
+    got = bootstrap.allgather(comm, unique_id() if rank == 0 else None, timeout, "epcy.init()")
     raw = got[0]
     check(epcy_cuda_set_device(device, &previous), "cudaSetDevice")
     try:

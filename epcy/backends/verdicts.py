@@ -45,9 +45,8 @@ def late(
     timeout: float,
 ) -> PeerTimeoutError:
     """Return the error of a wait that did not end: `culprits` are late, `gone` gave up themselves."""
-    if gone and all(
-        word >= expected for word in seen
-    ):  # nobody is late: this rank was, and they left without it
+    # Nobody is late: this rank was, and they left without it.
+    if gone and all(word >= expected for word in seen):
         happened = f"rank {gone[0]} gave up before this rank came (timeout={timeout:g} s)"
         remedy = f"Find out what kept rank {rank}"
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from epcy.bench import (
     measure,
     pictures,
     prediction,
+    results,
     suites,
     table,
 )
@@ -169,9 +169,8 @@ def run_on_host(
         say(pictures.draw(comm, given, rows, {}))
     if comm.rank == 0:
         if given.json is not None:
-            with open(given.json, "w", encoding="utf-8") as file:
-                json.dump({"schema": 1, "env": env, "rows": [row.as_json() for row in rows]}, file, indent=1)
-                file.write("\n")
+            content = {"schema": 1, "env": env, "rows": [row.as_json() for row in rows]}
+            results.write(given.json, content)
     return int(any((row.wrong or 0) + (row.baseline_wrong or 0) for row in rows))
 
 

@@ -11,10 +11,8 @@ from epcy.bench.workload import DTYPES, ROUTINGS, load_routing
 
 CASES = ("dispatch", "combine", "roundtrip")  # measured where the command line names none
 MORE_CASES = ("overlap", "first-call")
-BASELINES = {
-    "host": ("alltoallv",),
-    "nvshmem": ("cupy", "nccl-alltoall"),
-}  # the first is what --baseline means
+# The first is what --baseline means.
+BASELINES = {"host": ("alltoallv",), "nvshmem": ("cupy", "nccl-alltoall")}
 SUITES = ("figures", "decoding")
 
 EPILOG = """\

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 import epcy
-from epcy.bench import device_table, environment, links, nccl, pictures, prediction, table
+from epcy.bench import device_table, environment, links, nccl, pictures, prediction, results, table
 from epcy.bench.arguments import CASES, Arguments
 from epcy.bench.lines import Bench
 
@@ -77,9 +76,10 @@ def start_on_device(
     """Take this rank's GPU and a stream of our own for the whole run, measure links, start NCCL; fill `env`."""
     import cupy
 
+    # It chooses the GPU.
     with epcy.Buffer(
         comm, num_max_tokens_per_rank=1, hidden=512, num_experts=comm.size, num_topk=1, backend="nvshmem"
-    ) as first:  # it chooses the GPU
+    ) as first:
         device = first.options["device"]
     stack.enter_context(cupy.cuda.Device(device))
     stack.enter_context(cupy.cuda.Stream(non_blocking=True))
@@ -128,11 +128,8 @@ def write(path: str, env: dict[str, Any], rates: dict[str, float] | None, rows: 
         if rates is None
         else {"sms": links.SMS, **{name: round(rate, 1) for name, rate in rates.items()}}
     )
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(
-            {"schema": 1, "env": env, "links": shown, "rows": [row.as_json() for row in rows]}, file, indent=1
-        )
-        file.write("\n")
+    content = {"schema": 1, "env": env, "links": shown, "rows": [row.as_json() for row in rows]}
+    results.write(path, content)
 
 
 def free_pool(backend: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from epcy.bench.table import Row
 
-_COLUMNS = (  # heading, unit, width; the first is on the left
+# Heading, unit, width; the first is on the left.
+_COLUMNS = (
     ("case", "", 56),
     ("tokens", "a rank", 7),
     ("SMs", "", 4),

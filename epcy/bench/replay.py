@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from mpi4py import MPI
 
 import epcy
 from epcy.backends import bootstrap
+from epcy.bench import results
 from epcy.bench.replay_calls import Player
 from epcy.bench.replay_values import Values
 from epcy.errors import ArgumentError, EpcyError
@@ -85,12 +85,14 @@ def play(
     """
     values, calls = Values(recording), recording.calls
     last = {call.refers: number for number, call in enumerate(calls) if call.refers is not None}
+    limit = timeout * 2 + 60
     us = np.full(len(calls), np.nan)
     wrong: list[int | None] = [None] * len(calls)
     players: dict[int, Player] = {}
-    error: str | None = None
+    texts: list[str | None] = []
     failed = len(calls)
     for number, call in enumerate(calls):
+        error: str | None = None
         try:
             if call.buffer not in players:
                 options = {name: recording.buffers[call.buffer].options.get(name) for name in TAKEN}
@@ -100,7 +102,15 @@ def play(
                 players[call.buffer] = Player(buf, values)
             player = players[call.buffer]
             run = player.prepare(number)
-            comm.Barrier()
+        except EpcyError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        # Whether all are ready: a rank that cannot make the call is not waited for in it.
+        texts = bootstrap.allgather(comm, error, limit, f"replay: before call {number} ({call.op})")
+        if any(texts):
+            failed = number
+            break
+        bootstrap.meet(comm, limit, f"replay: the start of call {number} ({call.op})")
+        try:
             start = time.perf_counter()
             result = run()
             if player.buf.xp is not np:
@@ -116,17 +126,14 @@ def play(
             if call.refers is not None and last[call.refers] == number:
                 player.forget(call.refers)
         except EpcyError as caught:
-            error, failed = f"{type(caught).__name__}: {caught}", number
+            error = f"{type(caught).__name__}: {caught}"
         # one word a call: a rank that fails is not waited for in the next one
-        texts = bootstrap.allgather(
-            comm, error or (f"wrong rows: {wrong[number]}" if wrong[number] else None), timeout * 2 + 60
-        )
+        text = error or (f"wrong rows: {wrong[number]}" if wrong[number] else None)
+        texts = bootstrap.allgather(comm, text, limit, f"replay: after call {number} ({call.op})")
         if any(texts):
             failed = number
             break
-    else:
-        texts = []
-    outcome = Outcome(np.array(bootstrap.allgather(comm, us, timeout * 2 + 60)), wrong)
+    outcome = Outcome(np.array(bootstrap.allgather(comm, us, limit, "replay: the times")), wrong)
     if any(texts):
         said = {rank: text for rank, text in enumerate(texts) if text}
         kinds = [text.partition(":")[0] for text in said.values()]
@@ -263,8 +270,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         if given.json is not None:
             said = {"schema": 1, "ranks": comm.size, "rows": rows, "failure": failure and asdict(failure)}
-            with open(given.json, "w", encoding="utf-8") as file:
-                json.dump(said, file, indent=1)
+            results.write(given.json, said)
     return int(failure is not None)
 
 

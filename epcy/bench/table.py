@@ -125,7 +125,8 @@ def baseline_figures(name: str, times: Times, epcy_us_p50: float) -> dict[str, A
     }
 
 
-_COLUMNS = (  # heading, unit, width
+# Heading, unit, width.
+_COLUMNS = (
     ("case", "", 10),
     ("tokens", "a rank", 7),
     ("wire", "bytes", 10),

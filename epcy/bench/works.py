@@ -222,9 +222,8 @@ def wrong_rows(xp: Any, got: Received, expected: Received) -> int:
             return max(num_rows, 1)
         wrong |= draws.differ(xp, one[:num_rows], other)
     miscounted = 0
-    if (
-        got.topk_idx is not None and len(got.topk_idx) > num_rows
-    ):  # worst case: the rest says that it holds nothing
+    # Worst case: the rest says that it holds nothing.
+    if got.topk_idx is not None and len(got.topk_idx) > num_rows:
         miscounted += int((got.topk_idx[num_rows:] != -1).any())
     if expected.counts is not None:
         miscounted += int((got.counts != expected.counts).sum())

@@ -55,8 +55,8 @@ def examine(
     facts["size"] = MPI.COMM_WORLD.size
     if facts["size"] == 1:
         return _judge(facts), [facts]
-    comm = bootstrap.duplicate(MPI.COMM_WORLD, TIMEOUT)
-    all_facts = bootstrap.allgather(comm, facts, TIMEOUT)
+    comm = bootstrap.duplicate(MPI.COMM_WORLD, TIMEOUT, "epcy doctor")
+    all_facts = bootstrap.allgather(comm, facts, TIMEOUT, "epcy doctor")
     comm.Free()
     first: dict[str, Facts] = {}
     for one in all_facts:  # what changes all the time is the same on a machine if it is read once
@@ -104,9 +104,8 @@ def main(json_wanted: bool, strict: bool, root: str = "/") -> int:
     """Examine, write one report, return the exit status; see `examine`."""
     findings, facts = examine(root)
     launch = launched(os.environ)
-    if (
-        launch is None or launch["rank"] == 0
-    ):  # the launcher's count: ranks that are alone are all rank 0 of MPI's
+    # The launcher's count: ranks that are alone are all rank 0 of MPI's.
+    if launch is None or launch["rank"] == 0:
         sys.stdout.write(as_json(findings, facts) if json_wanted else render(findings, len(facts)))
         sys.stdout.flush()
     return status(findings, strict)

@@ -7,7 +7,6 @@ rank. What is not such a file is an ArgumentError that says why; nothing in it i
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import json
 import os
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from epcy import private_file
 from epcy.errors import ArgumentError
 from epcy.recording.calls import Array, Call, Recorded, Recording, smallest_type
 from epcy.recording.checks import Wrong, header_of, known_options
@@ -58,16 +58,8 @@ def write(path: str | os.PathLike[str], recording: Recording) -> None:
     if recording.payloads:
         parts = [np.ascontiguousarray(p).reshape(-1).view(np.uint8) for p in recording.payloads]
         arrays["payload"] = np.concatenate(parts)
-    part = path.with_name(f"{path.name}.part{os.getpid()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
-        part.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
+    with private_file.replace(path) as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def _header(recording: Recording) -> str:

@@ -99,9 +99,8 @@ class record:  # noqa: N801 - used as a function
         from mpi4py import MPI
 
         comm = self._given if self._given is not None else MPI.COMM_WORLD
-        self._comm = bootstrap.duplicate(
-            comm, self.timeout
-        )  # an end that a rank never comes to stays in the copy
+        # A copy: in it stays an end that a rank never comes to.
+        self._comm = bootstrap.duplicate(comm, self.timeout, "epcy.record")
         with contextlib.suppress(OSError):  # of an earlier job
             self._alone.unlink()
         self._start_ns = time.monotonic_ns()
@@ -121,23 +120,23 @@ class record:  # noqa: N801 - used as a function
         self._kept, self._alive = {}, []
         try:
             if kind is None:
-                bootstrap.allgather(comm, None, self.timeout)
+                bootstrap.allgather(comm, None, self.timeout, "the end of epcy.record")
         except PeerTimeoutError:
             self._write_alone(part, comm)
             raise
         if kind is not None:
             self._write_alone(part, comm)
             return
-        parts, error = comm.gather(part), None
+        parts, text = comm.gather(part), None
         if parts is not None:
             try:
                 write(self.path, join(parts, comm.size))
-            except OSError as caught:
-                error = caught
-        error = comm.bcast(error)
+            except Exception as caught:  # whatever it is, the other ranks wait to hear of it
+                text = str(caught) or type(caught).__name__
+        text = comm.bcast(text)
         comm.Free()
-        if error is not None:
-            raise ArgumentError(f"path: rank 0 could not write {os.fspath(self.path)!r}: {error}")
+        if text is not None:
+            raise ArgumentError(f"path: rank 0 could not write {os.fspath(self.path)!r}: {text}")
 
     def _write_alone(self, part: dict[str, Any], comm: MPI.Intracomm) -> None:
         with contextlib.suppress(OSError):  # the exception that ends the block is the one to see

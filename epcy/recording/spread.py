@@ -99,9 +99,8 @@ def _call(
             new.append(places[key] if names else -1)
         return new
 
-    kept = {
-        name: old for name, old in call.payload.items() if call.op != "combine" or size == num_ranks
-    }  # the rows of combine lie where the experts are
+    # The rows of combine lie where the experts are.
+    kept = {name: old for name, old in call.payload.items() if call.op != "combine" or size == num_ranks}
     first = min((start for start, _ in call.times_ns.tolist()), default=0)
     took = int(call.times_ns[:, 1].max(initial=-1))
     return replace(

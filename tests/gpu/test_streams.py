@@ -67,17 +67,15 @@ def test_c9_graphs_replay_with_new_data_and_routing(buf, comm, calls):
         idx = cupy.full((tokens, 3), -1, np.int64)
         stream = cupy.cuda.Stream(non_blocking=True)
         results = []
-        buf.combine(
-            *_pair(buf.dispatch(x, idx, num_worst_tokens=4 * comm.size))
-        )  # the memory pools are warm now
+        # The memory pools are warm now.
+        buf.combine(*_pair(buf.dispatch(x, idx, num_worst_tokens=4 * comm.size)))
         with stream:
             stream.begin_capture()
             for number in range(calls):
                 if number % 2 == 0:
                     r = buf.dispatch(x, idx, num_worst_tokens=4 * comm.size)
-                    results.append(
-                        (r.recv_x, r.handle)
-                    )  # views: a graph's result lives until its next replay
+                    # Views: a graph's result lives until its next replay.
+                    results.append((r.recv_x, r.handle))
                 else:
                     results.append(buf.combine(r.recv_x, r.handle).combined_x)
             graph = stream.end_capture()

@@ -43,7 +43,7 @@ def versioned(structure):
 
 comm = MPI.COMM_WORLD
 os.environ.update(symmetric.ENVIRONMENT)
-given = bootstrap.allgather(comm, symmetric.unique_id() if comm.rank == 0 else None, 20)[0]
+given = bootstrap.allgather(comm, symmetric.unique_id() if comm.rank == 0 else None, 20, "test")[0]
 unique_id = ctypes.create_string_buffer(given, len(given))
 attributes = versioned(Attributes())
 versioned(versioned(attributes.arguments).of_id)

@@ -163,10 +163,8 @@ def test_gradients_are_those_of_differences(comm, backend):
                 moves = name == "router" or comm.rank == owner
                 expected = comm.bcast(float(grad[place]), root=owner)
                 slopes = []
-                for step in (
-                    1e-3,
-                    5e-5,
-                ):  # within the longer one a ReLU may tip over, the shorter is less exact
+                # Within the longer one a ReLU may tip over, the shorter is less exact.
+                for step in (1e-3, 5e-5):
                     there, back = np.float32(step * moves), np.float32(float(array[place]))
                     differences = []
                     for sign in (1, -1):

@@ -9,7 +9,8 @@ import pytest
 
 from parallel import ROOT, launch
 
-CELLS = [  # of rank 1
+# Of rank 1.
+CELLS = [
     *(f"{op}/{phase}" for op in ("dispatch", "combine", "reset") for phase in ("arrival", "data", "completion")),
     *(f"low_latency_{op}/{phase}" for op in ("dispatch", "combine")
       for phase in ("arrival", "data", "completion", "receipt")),
@@ -48,9 +49,8 @@ def test_killed_at_every_phase(comm, backend, part):
         assert float(re.search(r"took=([\d.]+)", line)[1]) < 4, line
     limit = time.monotonic() + 5
     while (left := windows() - before) and time.monotonic() < limit:
-        time.sleep(
-            0.2
-        )  # those of other jobs are there for a moment, between their making and their unlinking
+        # Those of other jobs are there for a moment, between their making and their unlinking.
+        time.sleep(0.2)
     assert not left, f"left in /dev/shm: {left}"
 
 

@@ -83,9 +83,8 @@ def test_c11_and_c15_to_the_second(mode):
         assert part in text, text
     waits = [(float(s), int(n)) for s, n in re.findall(r"waited: ([\d.]+) s, counted (\d+)", told)]
     assert len(waits) == 3 and waits[0][0] > 2.5 and waits[2][0] > 1.5, told
-    assert all(counted > 100 * waited for waited, counted in waits), (
-        told
-    )  # it runs every millisecond, at best
+    # It runs every millisecond, at best.
+    assert all(counted > 100 * waited for waited, counted in waits), told
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -32,9 +32,10 @@ def test_combine_out_in_the_buffers_memory(comm, make_buffer):
     buf = make_buffer(dtype="float32")
     sent = draw(2, comm.size, 8, num_experts=4 * comm.size, dtype="float32")
     r, _ = check_dispatch(buf, sent)
+    # Eight rows of the Buffer's memory.
     own = buf.dispatch(
         to_device(buf, np.zeros((8, 512), np.float32)), to_device(buf, np.full((8, 2), 4 * comm.rank))
-    ).recv_x  # eight rows of the Buffer's memory
+    ).recv_x
     error = raised(lambda: buf.combine(r.recv_x, r.handle, out=own))
     assert type(error) is epcy.ArgumentError
     assert str(error).startswith("out: ") and f"rank {comm.rank}" in str(error)

@@ -162,6 +162,30 @@ def test_replay_sees_wrong_rows(comm, buf, backend, path, monkeypatch):
     comm.Barrier()
 
 
+def test_a_call_that_one_rank_cannot_make(comm, buf, backend, path, monkeypatch):
+    """The others learn of it before the call, and wait for nobody in it."""
+    with epcy.record(path, comm):
+        every_call(buf, rounds=1)
+    comm.Barrier()
+    found, culprit, played = spread(read(path), comm.size), comm.size - 1, []
+    prepare = replay_calls.Player.prepare
+
+    def other(self, number):
+        if number == 2 and comm.rank == culprit:
+            raise epcy.ArgumentError("mine")
+        played.append(number)
+        return prepare(self, number)
+
+    monkeypatch.setattr(replay_calls.Player, "prepare", other)
+    outcome = replay.play(comm, found, backend)
+    assert outcome.failure == replay.Failure(
+        "ArgumentError", 2, "dispatch", {culprit: "ArgumentError: mine"}, False
+    )
+    assert played == ([0, 1] if comm.rank == culprit else [0, 1, 2])
+    assert not np.isnan(outcome.us[:, :2]).any() and np.isnan(outcome.us[:, 2:]).all()
+    comm.Barrier()
+
+
 def fails(comm, buf, path):
     """Record a good call, and one that brings more rows than there is room for; return this rank's error."""
     x, _, _ = inputs(buf, 3, 4)
@@ -289,6 +313,9 @@ def test_a_rank_that_leaves_alone(comm, buf, path):
     last = comm.size - 1
     error = raised(lambda: job(1, {last}))
     assert isinstance(error, KeyError if comm.rank == last else epcy.PeerTimeoutError)
+    assert comm.rank == last or str(error).startswith(
+        "timeout: the end of epcy.record did not end within 1 s"
+    )
     comm.Barrier()
     for num_barriers, leaving in ((1, None), (2, ()), (3, range(comm.size)), (4, ())):
         if leaving is not None:  # what was written last is what is read

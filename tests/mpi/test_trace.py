@@ -8,7 +8,7 @@ import pytest
 
 import epcy
 from epcy import clocks, ranges, timeline
-from mpi.cases import draw, mine
+from mpi.cases import draw, mine, raised
 from mpi.trace_format import check
 
 E = 4
@@ -115,6 +115,26 @@ def test_an_exception_waits_for_nobody(comm, make_buffer, same, tmp_path):
     check(f"{folder}/run.json.rank{comm.rank}")
     comm.Barrier()
     assert not (tmp_path / "run.json").exists()
+
+
+def test_a_rank_that_leaves_alone(comm, make_buffer, same, tmp_path):
+    """One rank raises, the others wait for it no longer than `timeout`; all of them leave their parts."""
+    if comm.size == 1:
+        pytest.skip("two ranks")
+    folder, last = same(str(tmp_path)), comm.size - 1
+    buf = make_buffer()
+
+    def job():
+        with epcy.trace(f"{folder}/run.json", comm, timeout=1):
+            work(buf, comm, 1)
+            if comm.rank == last:
+                raise KeyError("mine")
+
+    error = raised(job)
+    assert isinstance(error, KeyError if comm.rank == last else epcy.PeerTimeoutError)
+    assert comm.rank == last or str(error).startswith("timeout: the end of epcy.trace did not end within 1 s")
+    check(f"{folder}/run.json.rank{comm.rank}")
+    comm.Barrier()
 
 
 def test_a_path_that_cannot_be_written(comm, make_buffer):

@@ -96,10 +96,8 @@ def test_load_is_that_of_random_routing():
     assert load.rows_to_peer == pytest.approx(1000 * share, rel=0.02)
     assert load.num_bytes == pytest.approx(4 * load.bytes_to_peer)
     assert model.load_of("dispatch", 10, 1, 8, 2, 100).rows_to_peer == 10
-    for subject in (
-        "dispatch expert",
-        "low_latency_combine",
-    ):  # a row for each lane is written, one a rank crosses
+    # A row for each lane is written, one a rank crosses.
+    for subject in ("dispatch expert", "low_latency_combine"):
         by_lane = model.load_of(subject, 1000, 4, 16, 3, 100)
         assert by_lane.rows_to_peer == load.rows_to_peer and by_lane.rows_moved == 3000
 
@@ -229,6 +227,20 @@ def test_a_bad_calibration_is_told_by_all_ranks(comm, backend, make_buffer):
     make_buffer(num_sms=2).barrier()
 
 
+def test_the_points_of_a_calibration(comm, backend, monkeypatch):
+    """As many as the time is divided by; fewer only where SMs cannot change or calls have no jump."""
+    names = []
+    monkeypatch.setattr(calibrate, "time_calls", lambda buf, kind, *_: {kind.there: 1.0, kind.back: 1.0})
+    for kind in (*calibrate.HIGH_THROUGHPUT, calibrate.LOW_LATENCY):
+        run = calibrate.Calibration(comm, backend, 0.0, names.append)
+        names.clear()
+        run.measure(kind)
+        assert len(names) == len(set(names)) <= calibrate.most_points(kind)
+        assert len(names) >= 2 + len(calibrate.SIZES_BYTES) or kind.is_low_latency
+        if kind.is_low_latency:
+            assert len(names) == calibrate.most_points(kind)
+
+
 @pytest.mark.slow
 def test_calibrate_and_explain(comm, backend, make_buffer):
     found = calibrate.calibrate(comm, backend, seconds=1.0)
@@ -255,15 +267,41 @@ def test_tune_is_picked_up(comm, backend, make_buffer):
     )
     best = measured.get("tuning", tune.key_of(backend, comm.size, options), {})
     buf = make_buffer()
-    for name in tune.knobs_of(backend):
+    assert {name for name in tune.KNOBS if name in best} == set(found) == set(best["us"])
+    for name in found:
         if name != "num_sms" or backend == "host":
             assert buf.options[name] == best[name], name
-    assert buf.num_sms >= best["num_sms"]  # nvshmem: at least a block for each rank
+    assert buf.num_sms >= best.get("num_sms", 1)  # nvshmem: at least a block for each rank
     assert make_buffer(num_sms=3).num_sms >= 3
     if backend == "host":
         buf = make_buffer(stream_bytes=12345, chunk_tokens=3)
         assert (buf.options["stream_bytes"], buf.options["chunk_tokens"]) == (12345, 3)
-        assert buf.num_sms == best["num_sms"]
+        assert buf.num_sms == best.get("num_sms", buf.num_sms)
+
+
+@pytest.mark.host_only("the knobs that nvshmem has are one")
+def test_what_is_given_is_neither_tried_nor_kept(comm, backend, make_buffer, monkeypatch):
+    """Neither what is given as an argument nor, on any rank, in the environment."""
+    if comm.rank == comm.size - 1:
+        monkeypatch.setenv("EPCY_CHUNK_TOKENS", "7")
+    options = {**SIZES, "num_experts": E * comm.size, "backend": backend}
+    found = tune.tune(comm, 4, seconds=0.2, num_sms=2, **options)
+    comm.Barrier()
+    monkeypatch.delenv("EPCY_CHUNK_TOKENS", raising=False)
+    assert list(found) == ["stream_bytes"]
+    key = tune.key_of(backend, comm.size, options)
+    kept = measured.get("tuning", key, {"stream_bytes": int})
+    assert kept is not None and not {"num_sms", "chunk_tokens"} & {*kept, *kept["us"]}
+    values = {**SIZES, "num_experts": E * comm.size, **dict.fromkeys(tune.KNOBS)}
+    assert tune.lookup(backend, comm.size, values) == {"stream_bytes": kept["stream_bytes"]}
+    buf = make_buffer()
+    assert buf.options["stream_bytes"] == kept["stream_bytes"] and buf.options["chunk_tokens"] != 7
+    said: list[str] = []
+    given = {"num_sms": 2, "stream_bytes": 0, "chunk_tokens": 3}
+    assert tune.tune(comm, 4, seconds=0.2, say=said.append, **options, **given) == {}
+    assert said == (["no knob to try: nothing is kept"] if comm.rank == 0 else [])
+    assert measured.get("tuning", key, {}) == kept
+    comm.Barrier()
 
 
 def test_knobs_change_no_bit(comm, make_buffer):

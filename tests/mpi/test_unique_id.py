@@ -29,7 +29,7 @@ def test_the_library_is_of_the_version_built_for(symmetric):
 def test_every_rank_gets_the_id_of_rank_0(comm, symmetric):
     for _ in range(3):
         made = symmetric.unique_id() if comm.rank == 0 else None
-        got = bootstrap.allgather(comm, made, 20)
+        got = bootstrap.allgather(comm, made, 20, "test")
         assert type(got[0]) is bytes and len(got[0]) == 128 and any(got[0])
         assert got[1:] == [None] * (comm.size - 1)
         assert len(set(comm.allgather(got[0]))) == 1

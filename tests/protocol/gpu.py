@@ -26,7 +26,8 @@ HIGH_THROUGHPUT = (
     "the epoch",
     "two sets of words",
 )
-EITHER = (  # one of them suffices
+# One of them suffices.
+EITHER = (
     "done: acquire",
     "end of the kernel behind done",
 )
@@ -145,9 +146,8 @@ def low_latency(
             if not whole:
                 program.append(Load(line(me, n) + "data", equal(n)))
             held.remove(n)
-        if (
-            what == "receive"
-        ):  # a kernel that only receives tells so at its end, when all its blocks have come there
+        # A kernel that only receives tells so at its end, when all its blocks have come there.
+        if what == "receive":
             program += [Fence("barrier"), Fence(), acknowledge()]
     return program
 

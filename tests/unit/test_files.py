@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 
 from epcy import errors, info, measured, model, status, top, tune
 from epcy.bench import workload
+from epcy.options import BY_NAME
 
-VALUES = {"hidden": 512, "num_experts": 8, "num_topk": 2}
+VALUES = {"hidden": 512, "num_experts": 8, "num_topk": 2, **dict.fromkeys(tune.KNOBS)}
 CONSTANTS = dict.fromkeys(model.Constants.__dataclass_fields__, 2.5)
+CONSTANTS |= {"usual_sms": 2, "sizes_bytes": [1e5, 1e6], "gbps": [8.0, 4.0]}
 
 some = settings(
     deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -72,11 +74,14 @@ def look_for_tuning(path):
     except errors.ArgumentError as error:
         told(error, path)
     else:
-        assert found is None or 1 <= found <= 1024
+        for name, value in found.items():
+            assert type(value) is int and BY_NAME[name].minimum <= value <= BY_NAME[name].maximum
 
 
 @some
-@given(raw=st.one_of(st.binary(max_size=200), mutations(dumped({"KEY": {"num_sms": 2}}), 4)))
+@given(
+    raw=st.one_of(st.binary(max_size=200), mutations(dumped({"KEY": {"num_sms": 2, "chunk_tokens": 8}}), 4))
+)
 @example(raw=b"[" * 100_000)
 @example(raw=b'{"version": 1, "entries": ' * 50_000)
 @example(raw=b"\xff\xfe{}")
@@ -89,10 +94,10 @@ def test_tuning_of_any_bytes(cache, raw):
 
 
 @some
-@given(value=numbers())
-def test_tuning_of_any_value(cache, value):
+@given(entry=st.dictionaries(st.sampled_from([*tune.KNOBS, "more"]), numbers(), max_size=3))
+def test_tuning_of_any_values(cache, entry):
     path = cache / "tuning.json"
-    path.write_bytes(dumped({tune.key_of("host", 2, VALUES): {"num_sms": value}}))
+    path.write_bytes(dumped({tune.key_of("host", 2, VALUES): entry}))
     look_for_tuning(path)
 
 
@@ -103,7 +108,7 @@ def look_for_calibration(path):
         told(error, path)
         return
     if found is not None:
-        times = model.predict(found, model.load_of(16, 2, 8, 2, 1024))
+        times = model.predict(found, model.load_of("dispatch", 16, 2, 8, 2, 1024))
         assert all(isinstance(us, float) and not math.isnan(us) for us in times.values()), (found, times)
 
 
@@ -132,11 +137,17 @@ def test_what_is_no_file(cache, kind):
         path.mkdir()
     else:
         path.symlink_to(path)  # a link to itself
-        assert tune.lookup("host", 2, VALUES) is None  # as if it were not there
+        assert tune.lookup("host", 2, VALUES) == {}  # as if it were not there
         return
     with pytest.raises(errors.ArgumentError) as caught:
         tune.lookup("host", 2, VALUES)
     told(caught.value, path)
+
+
+def test_a_knob_that_was_not_tried_has_no_value(cache):
+    measured.put("tuning", tune.key_of("host", 2, VALUES), {"chunk_tokens": 8, "num_tokens": 4})
+    assert tune.lookup("host", 2, VALUES) == {"chunk_tokens": 8}
+    assert tune.lookup("host", 2, {**VALUES, "chunk_tokens": 2}) == {}
 
 
 def test_put_keeps_no_half_file(cache, monkeypatch):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import epcy
-from epcy import measured, private_file, timeline
+from epcy import measured, private_file, recording, timeline
+from epcy.bench import results
 
 PACKAGE = Path(epcy.__file__).parent
 SOURCES = {
@@ -35,6 +36,7 @@ def mode(path):
 @pytest.mark.parametrize("write", [
     lambda path: private_file.write_text(path, "text"),
     lambda path: timeline.write(path, {"traceEvents": []}),
+    lambda path: recording.write(path, recording.Recording(1, "host", [], [], [])),
 ])  # fmt: skip
 def test_files_are_private(tmp_path, write):
     path = tmp_path / "file.json"
@@ -43,6 +45,16 @@ def test_files_are_private(tmp_path, write):
     path.chmod(0o644)
     write(path)  # another one takes its place
     assert mode(path) == 0o600
+
+
+def test_results_of_the_bench_are_as_private_as_the_umask_says(tmp_path):
+    path = tmp_path / "results.json"
+    os.umask(0o027)
+    results.write(str(path), {"schema": 1})
+    assert mode(path) == 0o640
+    with pytest.raises(TypeError):
+        results.write(str(path), {"schema": object()})
+    assert path.read_text() == '{\n "schema": 1\n}\n'  # still
 
 
 def test_cache_is_private(tmp_path, monkeypatch):
@@ -70,6 +82,9 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError):
         private_file.write_text(tmp_path / "folder", "text")
+    with pytest.raises(KeyError), private_file.replace(tmp_path / "part") as file:
+        file.write(b"half")
+        raise KeyError
     assert os.listdir(tmp_path) == ["folder"]
 
 
@@ -96,8 +111,13 @@ def test_no_file_by_a_name_in_a_shared_place():
         )
         if [call for call in opened if "os.devnull" not in call]:
             writers.append(name)
-    assert sorted(writers) == ["bench/__main__.py", "bench/device_run.py", "measured.py", "private_file.py",
-                               "status.py", "timeline.py"]  # fmt: skip
+    assert sorted(writers) == [
+        "bench/results.py",
+        "measured.py",
+        "private_file.py",
+        "status.py",
+        "timeline.py",
+    ]
 
 
 def test_metrics_are_for_this_machine():
