@@ -18,7 +18,7 @@ from epcy.observers cimport close_range, is_recorded, open_range, recorded
 from epcy import backends, model, startup, topology
 from epcy.arrays import DTYPES
 from epcy.backends import bootstrap, cuda_sizes
-from epcy.backends.host import heap_layout
+from epcy.backends.host_heap import heap_layout
 from epcy.errors import (
     ArgumentError, EpcyError, HeapError, NotSupportedError, PeerTimeoutError, StateError)
 from epcy.faults import parse as parse_faults
