@@ -42,6 +42,7 @@ from setuptools.command.build_py import build_py  # noqa: E402
 # No -march: what ships must run on any machine of its architecture; SIMD paths are chosen at run time.
 # No fast-math and no contraction: both backends and the reference agree to the bit.
 CFLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
+CFLAGS += ["-fno-plt"]  # a call from one library into another is one jump: short calls make many
 CFLAGS += ["-Wno-psabi"]  # a note about vectors that no function boundary sees
 LDFLAGS = ["-pthread"]
 if os.environ.get("EPCY_SANITIZE"):
