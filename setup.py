@@ -1,8 +1,9 @@
 """Build epcy: the host backend always; the CUDA backend where nvcc and NVSHMEM are found.
 
-Every epcy/**/*.pyx is one extension module. epcy/backends/NAME.pyx is linked with src/NAME/*.c; a .pyx that
-says `# distutils: libraries = epcy_cuda` is built only with the CUDA backend and links epcy/libepcy_cuda.so,
-which is made here out of src/cuda/*.cu. See tools/build_backend.py for the variables that steer the search.
+Every epcy/**/*.pyx is one extension module. epcy/backends/NAME.pyx is linked with src/NAME/*.c. Two libraries that
+several modules share are made here: a .pyx that says `# distutils: libraries = epcy_host` links epcy/libepcy_host.so
+(src/host/*.c); one that says `epcy_cuda` is built only with the CUDA backend and links epcy/libepcy_cuda.so
+(src/cuda/*.cu). See tools/build_backend.py for the variables that steer the search.
 
 EPCY_CUDA_ARCH       default "90"; several: "80;90;100"
 EPCY_SANITIZE        compile the C code with -fsanitize=THIS: "address,undefined"; see `make sanitize`
@@ -41,6 +42,7 @@ from setuptools.command.build_py import build_py  # noqa: E402
 # No -march: what ships must run on any machine of its architecture; SIMD paths are chosen at run time.
 # No fast-math and no contraction: both backends and the reference agree to the bit.
 CFLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
+CFLAGS += ["-fno-plt"]  # a call from one library into another is one jump: short calls make many
 CFLAGS += ["-Wno-psabi"]  # a note about vectors that no function boundary sees
 LDFLAGS = ["-pthread"]
 if os.environ.get("EPCY_SANITIZE"):
@@ -56,14 +58,15 @@ HEADERS = sorted(glob("include/**/*.h", recursive=True))
 JOBS = int(os.environ.get("MAX_JOBS", 0)) or len(os.sched_getaffinity(0))
 
 
-def needs_cuda(pyx: str) -> bool:
-    return "distutils: libraries = epcy_cuda" in Path(pyx).read_text(encoding="utf-8")
+def needs(library: str, pyx: str) -> bool:
+    return f"distutils: libraries = {library}" in Path(pyx).read_text(encoding="utf-8")
 
 
 def extension(pyx: str) -> Extension:
     path = Path(pyx)
-    kernels = f"src/{path.stem}" if path.parent.name == "backends" and not needs_cuda(pyx) else None
-    # libepcy_cuda.so lies in epcy/, whatever folder below it the module is in
+    shared = needs("epcy_host", pyx) or needs("epcy_cuda", pyx)
+    kernels = f"src/{path.stem}" if path.parent.name == "backends" and not shared else None
+    # the libraries lie in epcy/, whatever folder below it the module is in
     up = "/..".join(["$ORIGIN", *[""] * (len(path.parts) - 2)])
     return Extension(
         ".".join(path.with_suffix("").parts),
@@ -71,13 +74,13 @@ def extension(pyx: str) -> Extension:
         include_dirs=["include", *([kernels] if kernels else [])],
         extra_compile_args=CFLAGS,
         extra_link_args=LDFLAGS,
-        runtime_library_dirs=[up] if needs_cuda(pyx) else [],
+        runtime_library_dirs=[up] if shared else [],
         depends=[*HEADERS, "setup.py", *(sorted(glob(f"{kernels}/*.h")) if kernels else [])],
     )
 
 
 class BuildExt(build_ext):
-    """build_ext that makes libepcy_cuda.so first, and cythonizes into the build folder in parallel."""
+    """build_ext that makes the libraries first, and cythonizes into the build folder in parallel."""
 
     def run(self) -> None:
         if self.editable_mode:
@@ -85,6 +88,10 @@ class BuildExt(build_ext):
             tag = f"{self.plat_name}-{sys.implementation.cache_tag}"
             self.build_temp, self.build_lib = f"build/temp.{tag}", f"build/lib.{tag}"
         self.parallel = self.parallel or JOBS
+        # asked now, since build_extensions runs as if nothing were in place
+        self.host_library = self.beside("libepcy_host.so")
+        for ext in self.extensions:
+            ext.library_dirs.append(str(self.host_library.parent))
         if WITH_CUDA:
             self.make_cuda_library()
         self.cythonize()
@@ -95,6 +102,7 @@ class BuildExt(build_ext):
         # A python may bring its own folder as a run path: no path of this machine belongs into what is shipped.
         linker = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath,/")]
         self.compiler.set_executables(linker_so=linker)
+        self.make_host_library()
         super().build_extensions()
 
     def cythonize(self) -> None:
@@ -127,12 +135,29 @@ class BuildExt(build_ext):
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
 
+    def make_host_library(self) -> None:
+        """Link src/host once: its modules share one pool of threads a Buffer, one choice of instructions."""
+        sources, target = sorted(glob("src/host/*.c")), self.host_library
+        target.parent.mkdir(parents=True, exist_ok=True)
+        newest = max(map(os.path.getmtime, [*HEADERS, *glob("src/host/*"), "setup.py"]))
+        if not self.force and target.exists() and target.stat().st_mtime >= newest:
+            return
+        temp, cflags = str(Path(self.build_temp, "host")), [*CFLAGS, "-fno-semantic-interposition"]
+
+        def compile_one(source: str) -> list[str]:
+            return self.compiler.compile([source], temp, include_dirs=["include"], extra_postargs=cflags)
+
+        with ThreadPoolExecutor(JOBS) as pool:
+            objects = [made for part in pool.map(compile_one, sources) for made in part]
+        part = target.with_suffix(".part")  # a running process keeps the library that it has mapped
+        flags = [*LDFLAGS, "-Wl,-Bsymbolic", "-Wl,-soname,libepcy_host.so"]
+        self.compiler.link_shared_object(objects, str(part), extra_postargs=flags)
+        part.replace(target)
+
     def make_cuda_library(self) -> None:
         nvcc, nvshmem = find_nvcc(), find_nvshmem()
         target = self.beside("libepcy_cuda.so")
         target.parent.mkdir(parents=True, exist_ok=True)
-        for ext in self.extensions:
-            ext.library_dirs.append(str(target.parent))
         archs = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCH.split(";")]
         base = [nvcc, *archs, "-rdc=true", "-O3", "-std=c++17", "--fmad=false"]
         base += ["-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
@@ -208,6 +233,6 @@ elif WITH_CUDA:
 
 pyx = sorted(glob("epcy/**/*.pyx", recursive=True))
 setup(
-    ext_modules=[extension(p) for p in pyx if WITH_CUDA or not needs_cuda(p)],
+    ext_modules=[extension(p) for p in pyx if WITH_CUDA or not needs("epcy_cuda", p)],
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
 )

@@ -1,5 +1,8 @@
 # cython: boundscheck=False, wraparound=False
-"""Buffer: keeps the ranks in step, and makes one call into the backend per operation."""
+"""Buffer: how it is made, agreed on with the other ranks, warmed up, brought back and freed.
+
+Its calls are in its base classes: high_throughput.pyx, sms.pyx, low_latency.pyx and state.pyx.
+"""
 
 import warnings
 from contextlib import nullcontext
@@ -9,61 +12,21 @@ from posix.unistd cimport getpid
 
 import numpy as np
 
-from epcy.backends.call cimport CombineCall, DispatchCall
-from epcy.layout cimport epcy_default_num_rows, epcy_num_scales, epcy_shape
-from epcy.low_latency cimport LowLatencyCalls
+from epcy.layout cimport epcy_num_scales
 from epcy.low_latency_checks cimport LowLatencyChecker
-from epcy.observers cimport close_range, is_recorded, open_range, recorded
 
 from epcy import backends, model, startup, topology
 from epcy.arrays import DTYPES
 from epcy.backends import bootstrap, cuda_sizes
-from epcy.backends.host import heap_layout
-from epcy.errors import (
-    ArgumentError, EpcyError, HeapError, NotSupportedError, PeerTimeoutError, StateError)
+from epcy.backends.host_heap import heap_layout
+from epcy.errors import ArgumentError, EpcyError, NotSupportedError, PeerTimeoutError, StateError
 from epcy.faults import parse as parse_faults
 from epcy.options import BY_NAME, OPTIONS, resolve
-from epcy.options import DTYPES as DTYPE_NAMES
-from epcy.status import OPERATIONS
+from epcy.shape import shape_of
 from epcy.tune import lookup as tuned
 
-OP_DISPATCH, OP_COMBINE = OPERATIONS.index("dispatch"), OPERATIONS.index("combine")
-OP_BARRIER = OPERATIONS.index("barrier")
 
-
-def shape_of(dict options, int64_t num_ranks):
-    """The numbers that fix a Buffer's memory; ArgumentError where they do not go together."""
-    cdef epcy_shape s
-    experts, hidden, dtype = options["num_experts"], options["hidden"], options["dtype"]
-    if experts % num_ranks:
-        raise ArgumentError(f"num_experts: expected a multiple of the number of ranks ({num_ranks}), got {experts}")
-    item_bytes = DTYPES[DTYPE_NAMES.index(dtype)].itemsize
-    row_bytes = hidden * item_bytes
-    if row_bytes % 16:
-        raise ArgumentError(f"hidden: expected rows of a multiple of 16 bytes, got {hidden} elements of {dtype} = "
-                            f"{row_bytes} bytes; pad the hidden size to a multiple of {16 // item_bytes}")
-    s.num_ranks, s.num_experts, s.num_topk = num_ranks, experts, options["num_topk"]
-    s.num_max_tokens, s.hidden, s.row_bytes = options["num_max_tokens_per_rank"], hidden, row_bytes
-    low_latency = 0
-    if options["low_latency_mode"]:
-        low_latency = options["num_max_low_latency_tokens_per_rank"] or max(1, min(s.num_max_tokens, 256))
-        rows = experts * low_latency
-        if rows * row_bytes > 2**46:
-            raise ArgumentError(f"num_max_low_latency_tokens_per_rank: {rows} rows of {row_bytes} bytes are more than "
-                                "an address space holds; give a smaller one")
-        if low_latency * options["num_topk"] > 2**31 - 1:
-            raise ArgumentError(f"num_max_low_latency_tokens_per_rank: {low_latency} tokens of {options['num_topk']} "
-                                f"lanes are more than {2**31 - 1} lanes; give a smaller one")
-    rows = options["num_max_recv_tokens"] or max(1, epcy_default_num_rows(&s))
-    if rows * (row_bytes + 12 * s.num_topk) > 2**46:
-        raise ArgumentError(f"num_max_recv_tokens: {rows} rows of {row_bytes} bytes are more than an address space "
-                            "holds; give a smaller num_max_recv_tokens or num_max_tokens_per_rank")
-    return {"num_ranks": num_ranks, "num_experts": experts, "num_topk": options["num_topk"], "hidden": hidden,
-            "num_max_tokens": options["num_max_tokens_per_rank"], "row_bytes": row_bytes, "num_rows": rows,
-            "num_low_latency_tokens": low_latency}
-
-
-cdef class Buffer(LowLatencyCalls):
+cdef class Buffer(HighThroughputCalls):
     """Move tokens to their experts and back between the ranks of an MPI communicator.
 
     Collective, blocking. Every rank of `comm` constructs it with the same options; expert e lives on rank
@@ -111,7 +74,6 @@ cdef class Buffer(LowLatencyCalls):
     whether calls are possible: not freed, not broken. A Buffer is for one thread at a time, and is neither pickled nor
     used after a fork.
     """
-
     def __init__(self, comm=None, *, num_max_tokens_per_rank=None, hidden=None, num_experts=None, num_topk=None,
                  dtype=None, **options):
         if self._shape is not None:
@@ -219,428 +181,6 @@ cdef class Buffer(LowLatencyCalls):
         sizes = shape_of(values, num_ranks)
         return cuda_sizes.heap_layout(sizes) if values["backend"] == "nvshmem" else heap_layout(sizes)
 
-    @property
-    def num_sms(self):
-        """How much of the machine a call uses where it is not said: threads a rank on the host backend."""
-        return self.options["num_sms"]
-
-    def set_num_sms(self, num_sms):
-        """Use another part of the machine for the calls that follow.
-
-        Local: ranks may differ. The bits of the results do not depend on it. See docs/tuning.md for when to give
-        multiprocessors back to computation.
-
-        Parameters
-        ----------
-        num_sms : int or None
-            Threads a rank on the host backend, multiprocessors on nvshmem; 1 to 1024. None: what the model says of each
-            call's size, where `python -m epcy calibrate` has measured this machine, else the backend's own choice.
-
-        Raises
-        ------
-        ArgumentError, HeapError, StateError
-        """
-        self.enter("set_num_sms")
-        try:
-            if num_sms is None:
-                known = model.all_stored(self.backend, self.size, self.topology.num_nodes)
-                self._use_usual_sms()
-                self._make_plan(known)
-            else:
-                self._use_sms(num_sms)
-                self.options["num_sms"] = self._num_sms = int(num_sms)
-                self._plan = None
-        finally:
-            self._busy = False
-
-    def _use_sms(self, num_sms):
-        resolved = resolve({"num_max_tokens_per_rank": 0, "hidden": 1, "num_experts": 1, "num_topk": 1,
-                            "num_sms": num_sms}, {})
-        self._backend.use_sms(resolved["num_sms"].value)
-
-    cdef object _make_plan(self, dict found):
-        """Work out the SMs of each call from what was measured of this machine: never while calls run."""
-        subjects = {model.subject_of(op, layout): (op, layout) for op in ("dispatch", "combine")
-                    for layout in ("rank", "expert")}
-        found = {subject: constants for subject, constants in found.items() if subject in subjects}
-        most = {subject: self._most_sms(*subjects[subject]) for subject in found}
-        usual = {subject: self._backend.num_blocks(*subjects[subject]) for subject in found}
-        row_bytes = self._shape["row_bytes"]
-        plan = model.Plan(found, lambda subject, num_tokens: model.load_of(
-            subject, num_tokens, self.size, self._num_experts, self._num_topk, row_bytes), most, self._num_max_tokens)
-        self._plan = None
-        if not plan.says_only(usual):
-            try:
-                self._backend.use_sms(plan.most)        # threads are started here, and not by a call
-                self._plan = plan
-            except HeapError:                           # this rank has none to give: its calls take what they took
-                pass
-            self._backend.use_sms(None)
-
-    cdef object _planned(self, str op, str layout, int64_t num_tokens):
-        """Let the call that follows take what the plan says; None where that is what it would take anyway."""
-        num_sms = self._plan.num_sms(f"{op} expert" if layout == "expert" else op, num_tokens)
-        if num_sms is not None:
-            self._backend.use_sms(num_sms)
-        return num_sms
-
-    def explain(self, op, num_tokens, *, dtype=None, layout="rank", num_sms=None):
-        """Tell what a call moves and how long it should take, by term, and how long such calls took.
-
-        Local. The prediction needs constants of this machine and topology: `mpiexec -n R python -m epcy calibrate`.
-        Routing is taken for random; what was measured is of all calls of the operation, of either layout.
-
-        Parameters
-        ----------
-        op : "dispatch", "combine", "low_latency_dispatch" or "low_latency_combine"
-        num_tokens : int
-            T of every rank.
-        dtype : "bfloat16", "float16", "float32" or "fp8", optional
-            Of the rows; default the Buffer's. "fp8" of low_latency_dispatch is its `use_fp8`, the cast included.
-        layout : "rank" or "expert"
-            Of dispatch and combine.
-        num_sms : int, optional
-            What the call has; default what it would get.
-
-        Returns
-        -------
-        epcy.model.Explanation
-
-        Raises
-        ------
-        ArgumentError
-            A wrong argument, or a calibration that cannot be read.
-        StateError
-        """
-        self.enter("explain")
-        self._busy = False
-        if op not in model.OPERATIONS:
-            raise ArgumentError(f"op: expected one of {', '.join(model.OPERATIONS)}, got {op!r} (rank {self.rank})")
-        for name, value, least in (("num_tokens", num_tokens, 0), ("num_sms", 1 if num_sms is None else num_sms, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ArgumentError(f"{name}: expected a whole number, at least {least}, got {value!r} "
-                                    f"(rank {self.rank})")
-        widths = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1 + 4 / 128}
-        if dtype is not None and dtype not in widths:
-            raise ArgumentError(f"dtype: expected one of {', '.join(widths)}, got {dtype!r} (rank {self.rank})")
-        if layout not in ("rank", "expert"):
-            raise ArgumentError(f"layout: expected 'rank' or 'expert', got {layout!r} (rank {self.rank})")
-        subject, row_bytes = model.subject_of(op, layout), int(self._hidden * widths[dtype or self.options["dtype"]])
-        num_cast = num_tokens * self._hidden if dtype == "fp8" and op == "low_latency_dispatch" else 0
-        load = model.load_of(subject, num_tokens, self.size, self._num_experts, self._num_topk, row_bytes, num_cast)
-        constants = model.stored(subject, self.backend, self.size, self.topology.num_nodes)
-        if num_sms is None and op in model.OPERATIONS[:2]:
-            num_sms = None if self._plan is None else self._plan.num_sms(subject, num_tokens)
-            num_sms = num_sms or self._backend.num_blocks(op, layout)
-        kernels, rows = {}, ()
-        if self._backend.meter is not None:
-            stats = self._backend.meter.read()
-            kernels, rows = stats.kernels, stats.tokens_to_rank
-        return model.explain(subject, load, constants, num_sms, kernels, rows)
-
-    # ---- the calls ------------------------------------------------------------------------------------------
-
-    def dispatch(self, x, topk_idx=None, topk_weights=None, *, handle=None, layout=None, expert_alignment=None,
-                 num_worst_tokens=0, num_sms=None, previous_event=None, async_finish=False, stream=None, out=None,
-                 timeout=None):
-        """Send every token to the ranks of its experts.
-
-        Collective. Blocking on the host backend, stream-ordered on nvshmem.
-
-        Parameters
-        ----------
-        x : array (T, H) of bfloat16, float16 or float32, or a pair
-            (payload (T, H) of float8_e4m3fn or uint8, scales (T, ceil(H/128)) float32). T may differ between ranks
-            and may be 0.
-        topk_idx : array (T, K) of int64 or int32
-            Expert of each lane; -1: lane unused.
-        topk_weights : array (T, K) of float32, optional
-        handle : Handle, optional
-            Route as an earlier dispatch did; then topk_idx stays None.
-        layout : "rank" or "expert"
-            "rank" (default): a row per (token, destination rank), ordered by (source rank, token).
-            "expert": a row per (token, lane), grouped by local expert, each group ordered by (source rank, token,
-            lane) and padded with zero rows to a multiple of `expert_alignment`.
-        expert_alignment : int
-            Rows (default 1); the expert layout alone. With `handle` both are the handle's and stay None.
-        num_worst_tokens : int
-            N > 0: results of N rows whatever comes; rows past the count have recv_topk_idx -1; what goes wrong is
-            raised by `handle.check()`, `check()` or the next call that waits.
-        num_sms : int, optional
-            For this call alone; see `set_num_sms`.
-        previous_event, async_finish, stream
-            Order with other work; nothing to order on the host backend.
-        out : True, array (>= N, H), or a pair of arrays
-            Give the result in the user's own arrays instead of views into the Buffer. True: new ones.
-        timeout : float, optional
-            Seconds that this call may wait for another rank; by default the Buffer's.
-
-        Returns
-        -------
-        Dispatch
-            Views that live until the second next dispatch, unless `out` was given.
-
-        Raises
-        ------
-        ArgumentError, CapacityError, MismatchError, PeerError, PeerTimeoutError, StateError
-            See docs/errors.md.
-        """
-        if is_recorded(self):
-            return recorded(self, "dispatch", self.dispatch, dict(
-                x=x, topk_idx=topk_idx, topk_weights=topk_weights, handle=handle, layout=layout,
-                expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens, num_sms=num_sms,
-                previous_event=previous_event, async_finish=async_finish, stream=stream, out=out, timeout=timeout))
-        self.enter("dispatch")
-        open_range("dispatch")
-        try:
-            try:
-                call = self._checker.dispatch(x, topk_idx, topk_weights, handle, layout, expert_alignment,
-                                              num_worst_tokens, out)
-                self._checker.order(call, previous_event, async_finish, stream)
-                if num_sms is not None:
-                    self._use_sms(num_sms)
-                elif self._plan is not None:
-                    num_sms = self._planned("dispatch", (<DispatchCall>call).layout, (<DispatchCall>call).x.shape[0])
-                self.limit(timeout)
-                self._backend.keep_inputs(call)
-            except BaseException as error:
-                self._backend.refuse(OP_DISPATCH, str(error) or type(error).__name__)
-                raise
-            result = self._backend.dispatch(call)
-            if handle is None and num_worst_tokens == 0:
-                self._raise_late()
-            return result
-        finally:
-            if num_sms is not None:
-                self._backend.use_sms(self._num_sms)
-            self.leave()
-            close_range()
-
-    def combine(self, x, handle, topk_weights=None, *, bias=None, num_sms=None, previous_event=None,
-                async_finish=False, stream=None, out=None, timeout=None):
-        """Bring the experts' rows back to the tokens' ranks and sum them.
-
-        Collective. Blocking on the host backend, stream-ordered on nvshmem.
-
-        Parameters
-        ----------
-        x : array (N, H) of bfloat16, float16 or float32
-            A row for each row of recv_x. Written into `combine_input(handle)`, or into recv_x itself, nothing is
-            copied.
-        handle : Handle
-            Of the dispatch.
-        topk_weights : array of float32, optional
-            Rank layout: (N, K), brought back unchanged to `combined_topk_weights`. Expert layout: (T, K), this rank's
-            own: lane k of token t counts with weight [t, k].
-        bias : array (T, H), or a pair of them, of x's dtype
-            Added first.
-        num_sms : int, optional
-            For this call alone; see `set_num_sms`.
-        previous_event, async_finish, stream
-            Order with other work; nothing to order on the host backend.
-        out : array (T, H) of x's dtype, optional
-            Where the sums go; by default a new array.
-        timeout : float, optional
-            Seconds that this call may wait for another rank; by default the Buffer's.
-
-        Returns
-        -------
-        Combine
-            Sums in float32 in rank order, rounded once (docs/numerics.md).
-
-        Raises
-        ------
-        ArgumentError, MismatchError, PeerError, PeerTimeoutError, StateError
-            See docs/errors.md.
-        """
-        if is_recorded(self):
-            return recorded(self, "combine", self.combine, dict(
-                x=x, handle=handle, topk_weights=topk_weights, bias=bias, num_sms=num_sms,
-                previous_event=previous_event, async_finish=async_finish, stream=stream, out=out, timeout=timeout))
-        self.enter("combine")
-        open_range("combine")
-        try:
-            try:
-                call = self._checker.combine(x, handle, topk_weights, bias, out)
-                self._checker.order(call, previous_event, async_finish, stream)
-                if num_sms is not None:
-                    self._use_sms(num_sms)
-                elif self._plan is not None:
-                    num_sms = self._planned("combine", (<CombineCall>call).handle.layout,
-                                            (<CombineCall>call).out.shape[0])
-                self.limit(timeout)
-                self._backend.prepare_combine(call)
-            except BaseException as error:
-                self._backend.refuse(OP_COMBINE, str(error) or type(error).__name__)
-                raise
-            return self._backend.combine(call)
-        finally:
-            if num_sms is not None:
-                self._backend.use_sms(self._num_sms)
-            self.leave()
-            close_range()
-
-    def combine_input(self, handle, dtype=None):
-        """Get memory for the experts' output, so that combine copies nothing.
-
-        Local, does not block. The array is taken until the combine that gets it; two may be out at a time.
-
-        Parameters
-        ----------
-        handle : Handle
-            Of the dispatch whose rows the experts work on.
-        dtype : bfloat16, float16 or float32, optional
-            Of the rows; no wider than the Buffer's.
-
-        Returns
-        -------
-        array (N, H) of `dtype` (default: the Buffer's)
-
-        Raises
-        ------
-        ArgumentError, StateError
-        """
-        self.enter("combine_input")
-        try:
-            checked = self._checker.handle(handle)
-            kind = self._checker.payload_kind(dtype)
-            return self._backend.combine_input(checked, kind)
-        finally:
-            self._busy = False
-
-    def get_dispatch_layout(self, topk_idx):
-        """Count where this rank's tokens go.
-
-        Local, blocking.
-
-        Parameters
-        ----------
-        topk_idx : array (T, K) of int64 or int32
-
-        Returns
-        -------
-        num_tokens_per_rank : (R,) int64
-        num_tokens_per_node : (num_nodes,) int64
-        num_tokens_per_expert : (E,) int64
-            Lanes; a repeated expert counts twice.
-        is_token_in_rank : (T, R) bool
-
-        Raises
-        ------
-        ArgumentError
-            A wrong shape or dtype, or an id outside -1..E-1.
-        StateError
-        """
-        self.enter("get_dispatch_layout")
-        try:
-            xp, idx = self.xp, self._checker.lanes(topk_idx, "topk_idx", -1, True).owner
-            bad = (idx < -1) | (idx >= self._num_experts)
-            if bad.any():
-                token, lane = xp.argwhere(bad)[0].tolist()
-                raise self._checker.wrong(f"topk_idx[{token}, {lane}]",
-                                          f"an expert id in 0..{self._num_experts - 1} or -1", int(idx[token, lane]))
-            token, lane = xp.nonzero(idx >= 0)
-            experts = idx[token, lane]
-            in_rank = xp.zeros((idx.shape[0], self.size), np.bool_)
-            in_rank[token, experts // self.num_local_experts] = True
-            ranks_of_node = [[r for r, n in enumerate(self.topology.node_of_rank) if n == node]
-                             for node in range(self.topology.num_nodes)]
-            in_node = xp.stack([in_rank[:, ranks].any(1) for ranks in ranks_of_node], 1)
-            return (in_rank.sum(0, dtype=np.int64), in_node.sum(0, dtype=np.int64),
-                    xp.bincount(experts, minlength=self._num_experts).astype(np.int64), in_rank)
-        finally:
-            self._busy = False
-
-    def barrier(self, timeout=None):
-        """Wait until every rank has called this.
-
-        Collective, blocking.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds that it may wait; by default the Buffer's.
-
-        Raises
-        ------
-        MismatchError
-            Another rank is in another call.
-        PeerError, PeerTimeoutError, StateError
-        """
-        if is_recorded(self):
-            return recorded(self, "barrier", self.barrier, dict(timeout=timeout))
-        self.enter("barrier")
-        open_range("barrier")
-        try:
-            try:
-                self.limit(timeout)
-            except BaseException as error:
-                self._backend.refuse(OP_BARRIER, str(error))
-                raise
-            self._backend.barrier()
-            self._backend.inspect("barrier")
-            self._raise_late()
-        finally:
-            self.leave()
-            close_range()
-
-    def check(self):
-        """Raise what went wrong in an earlier call that did not wait.
-
-        Local, blocking. Each error is raised once.
-
-        Raises
-        ------
-        ArgumentError, CapacityError, PeerError
-        """
-        self.enter("check")
-        self._busy = False
-        self._backend.wait_all()
-        self._backend.inspect("check")
-        self._raise_late()
-
-    def stats(self, *, reset=False):
-        """Tell what this rank's Buffer did: memory, tokens, waits, times.
-
-        Local. It waits for nothing on the host backend; on nvshmem it copies 400 KB from the GPU. Works on a
-        broken Buffer too.
-
-        Parameters
-        ----------
-        reset : bool
-            Count anew from here on. What is returned is of the time before.
-
-        Returns
-        -------
-        epcy.stats.Stats
-
-        Raises
-        ------
-        StateError
-            The Buffer was freed, or was made with `stats=False`.
-        """
-        if self._freed or self._backend is None:
-            raise StateError(f"stats: this Buffer was freed (rank {self.rank}); ask before free()")
-        if self._backend.meter is None:
-            raise StateError(f"stats: this Buffer counts nothing (rank {self.rank}); construct it with stats=True")
-        found = self._backend.meter.read()
-        if reset:
-            self._backend.meter.set_back()
-        return found
-
-    def capture(self):
-        """Mark this point of the current stream.
-
-        Local, does not block.
-
-        Returns
-        -------
-        Event
-        """
-        self.enter("capture")
-        self._busy = False
-        return self._backend.capture()
-
     def warmup(self):
         """Make the next call cost what any call costs: every kernel, the memory of handles and results, every page.
 
@@ -698,30 +238,6 @@ cdef class Buffer(LowLatencyCalls):
         self.enter("_peer_address")
         self._busy = False
         return self._backend.peer_address(rank)
-
-    # ---- what the bench, calibrate and tune call ----------------------------------------------------------------
-
-    def _num_blocks(self, op, layout):
-        """How many multiprocessors a dispatch or combine takes. Local, does not block."""
-        return self._backend.num_blocks(op, layout)
-
-    def _most_sms(self, op, layout):
-        """How many could be of use to one. Local, does not block."""
-        cores = min(self.topology.cpus_per_node) // max(self.topology.ranks_per_node)
-        return self._backend.most_sms(op, layout, max(1, cores))
-
-    def _use_knobs(self, **values):
-        """Take other values of the options that `epcy.tune.KNOBS` names, from now on. Local, does not block."""
-        if "num_sms" in values:
-            self.set_num_sms(values.pop("num_sms"))
-        self.options.update(values)
-        self._backend.use_knobs(self.options)
-
-    def _use_usual_sms(self):
-        """Let calls take what the backend chooses, whatever was measured. Local, does not block."""
-        self._backend.use_sms(None)
-        self._num_sms = self._plan = None
-        self.options["num_sms"] = max(self._backend.num_blocks(op, "rank") for op in ("dispatch", "combine"))
 
     # ---- life -----------------------------------------------------------------------------------------------
 
@@ -808,9 +324,3 @@ cdef class Buffer(LowLatencyCalls):
     def __reduce__(self):
         raise NotSupportedError("a Buffer cannot be pickled or copied: it belongs to this process; "
                                 "construct one on every rank")
-
-    def _raise_late(self):
-        """Raise what went wrong in an earlier call that did not wait; this one is over on all ranks."""
-        error = self._backend.take_deferred()
-        if error is not None:
-            raise error

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from epcy.arrays import DTYPES, rows_of
-from epcy.backends.host import from_fp8, to_fp8
+from epcy.backends.casts import from_fp8, to_fp8
 from epcy.errors import ArgumentError
 
 __all__ = ["cast_from_fp8", "cast_to_fp8"]

@@ -4,7 +4,7 @@
 from epcy.backends.base cimport Backend
 from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH, LowLatency
-from epcy.observers cimport close_range, is_recorded, open_range, recorded
+from epcy.observers cimport close_call, is_recorded, open_call, open_range, recorded
 from epcy.state cimport BufferState
 
 from epcy.errors import StateError
@@ -87,8 +87,7 @@ cdef class LowLatencyCalls(BufferState):
             call.handle = handle
             return recv_x, recv_count, handle, event, self.hook(LOW_LATENCY_DISPATCH, call) if only_send else None
         finally:
-            self.leave()
-            close_range()
+            close_call(self)
 
     def low_latency_combine(self, x, topk_idx, topk_weights, handle, *, reduction="rank", zero_copy=False,
                             use_logfmt=False, out=None, renormalize=False, return_recv_hook=False, previous_event=None,
@@ -162,8 +161,7 @@ cdef class LowLatencyCalls(BufferState):
             event = self._backend.low_latency_combine(call)
             return call.out.owner, event, self.hook(LOW_LATENCY_COMBINE, call) if only_send else None
         finally:
-            self.leave()
-            close_range()
+            close_call(self)
 
     def low_latency_combine_input(self, handle, dtype=None):
         """Get memory for the experts' output, so that low_latency_combine copies nothing.
@@ -266,8 +264,7 @@ cdef class Hook:
         cdef Backend backend
         if is_recorded(self.buffer):
             return recorded(self.buffer, "hook", self, dict(timeout=timeout))
-        self.buffer.enter("hook")
-        open_range("hook")
+        open_call(self.buffer, "hook")
         try:
             backend = self.buffer._backend
             backend.low_latency.may_receive(self.kind, self.number)
@@ -278,8 +275,7 @@ cdef class Hook:
                 backend.low_latency_combine_receive(self.call)
             self.call = None
         finally:
-            self.buffer.leave()
-            close_range()
+            close_call(self.buffer)
 
     def __repr__(self):
         return f"<epcy.Hook of low-latency call {self.number} of its kind>"

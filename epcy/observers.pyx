@@ -21,7 +21,15 @@ cdef int open_range(str name) except -1:
     return 0
 
 
-cdef int close_range() except -1:
+cdef int open_call(BufferState buf, str name) except -1:
+    """Begin a call: refuse it where the Buffer's state does not allow it, else it is a range."""
+    buf.enter(name)
+    return open_range(name)
+
+
+cdef int close_call(BufferState buf) except -1:
+    """End a call, well or not."""
+    buf.leave()
     if _domain is not None:
         _domain.pop_range()
     return 0

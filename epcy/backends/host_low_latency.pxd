@@ -1,9 +1,10 @@
-"""The host backend's low-latency calls."""
+"""The host backend's low-latency dispatch and combine."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 from epcy.backends.call cimport LowLatencyCombineCall, LowLatencyDispatchCall
-from epcy.backends.host cimport HostBackend, epcy_low_latency_header, epcy_low_latency_receive, epcy_route
+from epcy.backends.host_kernels cimport *
+from epcy.backends.host_low_latency_step cimport HostLowLatencyStep
 from epcy.handle cimport LowLatencyHandle
 
 
@@ -20,19 +21,9 @@ cdef class HostLowLatencyHandle(LowLatencyHandle):
     cdef int64_t *not_sent              # (R,) lanes dropped at the dispatch, then (R,) missing in the last combine
 
 
-cdef class HostLowLatencyBackend(HostBackend):
-    cdef int next_slot[2]               # by kind
-    cdef uint64_t epochs[2][2]          # of the last two sent calls of a kind, by number
+cdef class HostLowLatencyBackend(HostLowLatencyStep):
     cdef uint64_t input_epochs[2]       # of the last combine that used a combine area
-    cdef object left_out                # the error of ranks that go on without this one, of the last receive
-    cdef list num_lanes                 # by rank: dropped at dispatches; missing in combines
 
-    cdef epcy_low_latency_header *take_slot(self, int kind) except NULL
-    cdef int send(self, int kind, epcy_low_latency_header *header, uint64_t epoch) except -1
-    cdef uint64_t step(self, int kind) noexcept
-    cdef int finish_receiving(self, int kind) except -1
-    cdef void acknowledge(self, int kind) noexcept
-    cdef object disagreement_of(self, int kind, uint64_t epoch, uint8_t *takes_part)
     cdef HostLowLatencyHandle make_handle(self, LowLatencyDispatchCall call)
     cdef int count_tokens_of(self, HostLowLatencyHandle handle, epcy_low_latency_receive *r) except -1
     cdef int count_sums_of(self, HostLowLatencyHandle handle, uint64_t epoch, int64_t row_bytes) except -1

@@ -1,9 +1,8 @@
 # cython: boundscheck=False, wraparound=False
-"""The host backend's low-latency calls.
+# distutils: libraries = epcy_host
+"""The host backend's low-latency dispatch and combine, each with a half that sends and a half that receives.
 
-To send is to write rows, a header and the `arrived` word into this rank's own memory; nobody is waited for, but that a
-slot is free again. To receive is to wait for everybody's `arrived`, to compare the headers, to read, and to say so in a
-`received` word. A call is one step of the epoch like any other.
+What both halves begin and end with is in the base class (host_low_latency_step.pyx).
 """
 
 from cpython.bytearray cimport PyByteArray_AS_STRING
@@ -15,7 +14,6 @@ import numpy as np
 
 from epcy.arrays cimport KIND_INT64, copied
 from epcy.backends.call cimport LowLatencyCombineCall, LowLatencyDispatchCall
-from epcy.backends.host cimport *
 from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
 from epcy.backends.meter cimport EPCY_SPAN_WAIT, LOW_LATENCY_ROWS, epcy_meter_rows, epcy_meter_tokens
 from epcy.event cimport completed
@@ -23,11 +21,7 @@ from epcy.handle cimport LowLatencyHandle
 from epcy.layout cimport epcy_low_latency_area, epcy_low_latency_area_layout, epcy_num_local_experts
 
 from epcy.backends import verdicts
-from epcy.errors import HeapError, MismatchError, PeerError
-from epcy.status import OPERATIONS
-
-cdef int *OPS = [EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_OP_LOW_LATENCY_COMBINE]
-cdef int *RECEIVED = [EPCY_WORD_RECEIVED_DISPATCH, EPCY_WORD_RECEIVED_COMBINE]
+from epcy.errors import HeapError, MismatchError
 
 
 cdef class HostLowLatencyHandle(LowLatencyHandle):
@@ -62,128 +56,36 @@ cdef class HostLowLatencyHandle(LowLatencyHandle):
         return tuple([r for r in range(self.num_ranks) if self.received and not self.sources[r]])
 
 
-cdef class HostLowLatencyBackend(HostBackend):
-    def __init__(self, *args):
-        super().__init__(*args)
-        if self.low_latency is not None:
-            self.low_latency_transport = "shared memory"
-        self.num_lanes = [[0] * self.num_ranks, [0] * self.num_ranks]
-
-    # ---- one call -------------------------------------------------------------------------------------------
-
-    cdef epcy_low_latency_header *take_slot(self, int kind) except NULL:
-        """The slot of the next call, once everybody has received the call before the last, which lies there."""
-        cdef epcy_low_latency_header *header = self.header(self.h.rank, kind, self.next_slot[kind])
-        self.reach(OPERATIONS[OPS[kind]], "arrival")
-        self.wait(OPS[kind], RECEIVED[kind], header.epoch, self.h.epoch + 1)
-        if self.h.num_masked:
-            self.invalidate(kind, header.epoch)
-        memset(&header.op, 0, <char *>&header.text[0] - <char *>&header.op)
-        header.op = OPS[kind]
-        return header
-
-    cdef uint64_t step(self, int kind) noexcept:
-        """Take the next epoch."""
-        self.h.epoch += 1
-        self.phase(OPS[kind], EPCY_PHASE_ARRIVAL)
-        return self.h.epoch
-
-    cdef int send(self, int kind, epcy_low_latency_header *header, uint64_t epoch) except -1:
-        """Make a header and what it speaks of everybody's."""
-        self.publish(header, epoch)
-        self.next_slot[kind] ^= 1
-        self.epochs[kind][self.low_latency.sent(kind) & 1] = epoch
-        self.reach(OPERATIONS[OPS[kind]], "data")
-        self.tell(OPS[kind], "arrival", EPCY_WORD_ARRIVED, epoch)
-        return 0
-
-    cdef int finish_receiving(self, int kind) except -1:
-        """End a call: others may use what this rank has read."""
-        self.low_latency.has_received(kind)
-        self.reach(OPERATIONS[OPS[kind]], "receipt")
-        if self.faults is None or not self.faults.drops(OPERATIONS[OPS[kind]], "receipt"):
-            self.acknowledge(kind)
-        self.phase(OPS[kind], EPCY_PHASE_IDLE)
-        if self.inspection is not None:
-            self.inspect(OPERATIONS[OPS[kind]])
-        return 0
-
-    cdef void acknowledge(self, int kind) noexcept:
-        """Say up to which call this rank needs nothing of this kind any more."""
-        cdef uint64_t number = self.low_latency.num_received[kind]
-        if number == self.low_latency.num_sent[kind]:
-            self.store(RECEIVED[kind], self.h.epoch)
-        else:
-            self.store(RECEIVED[kind], self.epochs[kind][number + 1 & 1] - 1)
-
-    def refuse(self, int op, str text):
-        cdef int kind = op - EPCY_OP_LOW_LATENCY_DISPATCH
-        cdef epcy_low_latency_header *header
-        cdef bytes raw
-        cdef uint64_t epoch
-        if kind != LOW_LATENCY_DISPATCH and kind != LOW_LATENCY_COMBINE:
-            HostBackend.refuse(self, op, text)
-            return
-        header = self.take_slot(kind)
-        raw = text.encode()[:EPCY_TEXT_BYTES - 1]
-        memcpy(header.text, <const char *>raw, len(raw))
-        header.text[len(raw)] = 0
-        header.refused = 1
-        epoch = self.step(kind)
-        self.publish(header, epoch)
-        self.next_slot[kind] ^= 1
-        self.store(EPCY_WORD_ARRIVED, epoch)
-        self.acknowledge(kind)
-        self.phase(op, EPCY_PHASE_IDLE)
-
-    cdef object disagreement_of(self, int kind, uint64_t epoch, uint8_t *takes_part):
-        """Compare everybody's headers of a call: MismatchError or PeerError, or None; and who takes part in it."""
-        cdef const epcy_low_latency_header *mine = self.find(self.h.rank, kind, epoch)
-        cdef const epcy_low_latency_header *r
-        cdef int64_t rank, size = self.h.shape.num_ranks
-        cdef bint differs = False
-        cdef list left_by = []
-        for rank in range(size):
-            r = self.find(rank, kind, epoch)
-            takes_part[rank] = r != NULL and not self.h.masked[rank]
-            if self.h.masked[rank]:
-                continue
-            if self.is_masked_by(rank, epoch):
-                left_by.append(rank)
-            if r == NULL and self.is_masked_by(rank, epoch):       # it did not wait for this rank, and has gone on
-                continue
-            if r == NULL:
-                differs = True
-                break
-            if r.refused:
-                text = (<bytes>r.text).decode(errors="replace")
-                return PeerError(f"rank {rank} refused {OPERATIONS[r.op]} (call {epoch}): {text}", [rank])
-            differs |= (r.dtype != mine.dtype or r.use_fp8 != mine.use_fp8 or r.round_scale != mine.round_scale
-                        or r.use_ue8m0 != mine.use_ue8m0 or r.reduction != mine.reduction
-                        or r.use_logfmt != mine.use_logfmt or r.has_weights != mine.has_weights
-                        or r.routing != mine.routing)
-        self.left_out = verdicts.left_out(epoch, OPERATIONS[OPS[kind]], left_by) if left_by and not differs else None
-        if self.left_out is not None:
-            self.deferred = self.left_out
-        if not differs:
-            return None
-        self.acknowledge(1 - kind)      # who is in a call of the other kind must not wait for this rank there
-        records = []
-        for rank in range(size):
-            r = self.find(rank, kind, epoch)
-            if r == NULL:
-                records.append((self.op_of(rank, epoch),) + (0,) * 8)
-            else:
-                records.append((r.op, r.dtype, r.use_fp8, r.round_scale, r.use_ue8m0, r.reduction, r.use_logfmt,
-                                r.has_weights, r.routing))
-        return verdicts.low_latency_mismatch(epoch, records)
-
-    def mismatch(self):
-        self.acknowledge(LOW_LATENCY_DISPATCH)
-        self.acknowledge(LOW_LATENCY_COMBINE)
-        return HostBackend.mismatch(self)
-
+cdef class HostLowLatencyBackend(HostLowLatencyStep):
     # ---- dispatch -------------------------------------------------------------------------------------------
+
+    cdef tuple low_latency_dispatch(self, LowLatencyDispatchCall call):
+        cdef HostLowLatencyHandle handle = self.make_handle(call)
+        cdef int slot = self.next_slot[LOW_LATENCY_DISPATCH]
+        cdef epcy_low_latency_header *header = self.take_slot(LOW_LATENCY_DISPATCH)
+        cdef epcy_low_latency_send s
+        handle.epoch = self.step(LOW_LATENCY_DISPATCH)
+        header.dtype, header.use_fp8, header.round_scale = call.x.kind, call.use_fp8, call.round_scale
+        header.use_ue8m0, header.has_weights = call.use_ue8m0, call.topk_weights is not None
+        header.num_tokens = handle.num_tokens
+        s.x, s.x_stride_bytes, s.num_tokens = call.x.data, call.x.strides[0], handle.num_tokens
+        s.topk_idx, s.is_int64, s.dtype = call.topk_idx.data, call.topk_idx.kind == KIND_INT64, call.x.kind
+        s.use_fp8, s.round_scale, s.use_ue8m0 = call.use_fp8, call.round_scale, call.use_ue8m0
+        s.slot, s.routes = slot, handle.routes
+        with nogil:
+            epcy_host_low_latency_send(&self.h, &s)
+        if s.bad.num_bad:
+            handle.error = self.deferred = verdicts.bad_id(self.rank, s.bad.token, s.bad.lane, s.bad.value,
+                                                           self.h.shape.num_experts, s.bad.num_bad)
+        if self.h.num_masked:
+            self.count_not_sent(handle)
+        self.send(LOW_LATENCY_DISPATCH, header, handle.epoch)
+        handle.number, handle.area = self.low_latency.num_sent[LOW_LATENCY_DISPATCH], self.low_latency.take_area()
+        if call.return_recv_hook:
+            epcy_host_phase(&self.h, EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_PHASE_IDLE)
+        else:
+            self.low_latency_dispatch_receive(call, handle)
+        return self.low_latency.result(call, handle, completed())
 
     cdef HostLowLatencyHandle make_handle(self, LowLatencyDispatchCall call):
         cdef HostLowLatencyHandle handle = HostLowLatencyHandle.__new__(HostLowLatencyHandle)
@@ -212,33 +114,15 @@ cdef class HostLowLatencyBackend(HostBackend):
             memcpy(handle.weights, call.topk_weights.data, lanes * 4)
         return handle
 
-    cdef tuple low_latency_dispatch(self, LowLatencyDispatchCall call):
-        cdef HostLowLatencyHandle handle = self.make_handle(call)
-        cdef int slot = self.next_slot[LOW_LATENCY_DISPATCH]
-        cdef epcy_low_latency_header *header = self.take_slot(LOW_LATENCY_DISPATCH)
-        cdef epcy_low_latency_send s
-        handle.epoch = self.step(LOW_LATENCY_DISPATCH)
-        header.dtype, header.use_fp8, header.round_scale = call.x.kind, call.use_fp8, call.round_scale
-        header.use_ue8m0, header.has_weights = call.use_ue8m0, call.topk_weights is not None
-        header.num_tokens = handle.num_tokens
-        s.x, s.x_stride_bytes, s.num_tokens = call.x.data, call.x.strides[0], handle.num_tokens
-        s.topk_idx, s.is_int64, s.dtype = call.topk_idx.data, call.topk_idx.kind == KIND_INT64, call.x.kind
-        s.use_fp8, s.round_scale, s.use_ue8m0 = call.use_fp8, call.round_scale, call.use_ue8m0
-        s.slot, s.routes = slot, handle.routes
-        with nogil:
-            self.send_rows(&s)
-        if s.bad.num_bad:
-            handle.error = self.deferred = verdicts.bad_id(self.rank, s.bad.token, s.bad.lane, s.bad.value,
-                                                           self.h.shape.num_experts, s.bad.num_bad)
-        if self.h.num_masked:
-            self.count_not_sent(handle)
-        self.send(LOW_LATENCY_DISPATCH, header, handle.epoch)
-        handle.number, handle.area = self.low_latency.num_sent[LOW_LATENCY_DISPATCH], self.low_latency.take_area()
-        if call.return_recv_hook:
-            self.phase(EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_PHASE_IDLE)
-        else:
-            self.low_latency_dispatch_receive(call, handle)
-        return self.low_latency.result(call, handle, completed())
+    cdef int count_not_sent(self, HostLowLatencyHandle handle) except -1:
+        """Count the lanes that go to masked ranks, and so nowhere."""
+        cdef int64_t i
+        for i in range(handle.num_tokens * self.h.shape.num_topk):
+            if handle.routes[i].rank >= 0 and handle.routes[i].row < 0:
+                handle.not_sent[handle.routes[i].rank] += 1
+        for i in range(self.num_ranks):
+            self.num_lanes[0][i] += handle.not_sent[i]
+        return 0
 
     cdef int low_latency_dispatch_receive(self, LowLatencyDispatchCall call, LowLatencyHandle of) except -1:
         cdef HostLowLatencyHandle handle = of
@@ -249,7 +133,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         self.receiving(EPCY_OP_LOW_LATENCY_DISPATCH, handle.epoch)
         self.reach("low_latency_dispatch", "completion")
         self.wait(EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_WORD_ARRIVED, handle.epoch, handle.epoch)
-        self.span(EPCY_SPAN_WAIT)
+        epcy_host_span(&self.h, EPCY_SPAN_WAIT)
         error = self.disagreement_of(LOW_LATENCY_DISPATCH, handle.epoch, handle.sources)
         if self.checks:
             memset(area, 0xFF, self.low_latency.num_rows * self.h.shape.row_bytes)     # NaN, where no row comes
@@ -265,7 +149,7 @@ cdef class HostLowLatencyBackend(HostBackend):
             r.routes, r.num_tokens, r.tokens = handle.routes, handle.num_tokens, handle.tokens
             r.sources, r.bases, r.before = handle.sources, handle.bases, handle.before
             with nogil:
-                bad = self.receive_rows(&r)
+                bad = epcy_host_low_latency_receive(&self.h, &r)
             if bad >= 0:
                 error = verdicts.nonsense(handle.epoch, bad)
             elif self.meter is not None:
@@ -309,16 +193,6 @@ cdef class HostLowLatencyBackend(HostBackend):
                 (<int32_t *>call.stats.data)[i] += <int32_t>handle.counts[i]
         return 0
 
-    cdef int count_sums_of(self, HostLowLatencyHandle handle, uint64_t epoch, int64_t row_bytes) except -1:
-        """Add a combine to the meter: this rank fetched what it had sent."""
-        cdef int64_t r, size = self.h.shape.num_ranks
-        for r in range(size):
-            if r != self.rank:
-                self.meter.m.gauges.bytes_moved += handle.tokens[r] * row_bytes
-        if self.meter.flows is not None:
-            self.meter.note(epoch, EPCY_OP_LOW_LATENCY_COMBINE, handle.tokens + size)
-        return 0
-
     # ---- combine --------------------------------------------------------------------------------------------
 
     cdef object low_latency_combine_input(self, int kind):
@@ -332,15 +206,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         """Wait until everybody has read what lies in a combine area."""
         self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_RECEIVED_COMBINE, self.input_epochs[area], self.h.epoch + 1)
         if self.h.num_masked:
-            self.invalidate(LOW_LATENCY_COMBINE, self.input_epochs[area])
-        return 0
-
-    cdef int put_in_area(self, LowLatencyCombineCall call, HostLowLatencyHandle handle) except -1:
-        """Copy the experts' rows into the combine area: of each expert those that came."""
-        cdef int64_t row_bytes = self.h.shape.hidden * call.x.item_bytes()
-        self.await_input(call.area)
-        with nogil:
-            self.stage_rows(self.low_latency.inputs_at[call.area], call.x.data, handle.counts, row_bytes)
+            epcy_low_latency_invalidate(&self.h, LOW_LATENCY_COMBINE, self.input_epochs[area])
         return 0
 
     cdef object low_latency_combine(self, LowLatencyCombineCall call):
@@ -348,23 +214,33 @@ cdef class HostLowLatencyBackend(HostBackend):
         cdef int slot = self.next_slot[LOW_LATENCY_COMBINE]
         cdef epcy_low_latency_header *header = self.take_slot(LOW_LATENCY_COMBINE)
         cdef uint64_t epoch
-        self.open_call(EPCY_OP_LOW_LATENCY_COMBINE)
+        epcy_host_open_call(&self.h, EPCY_OP_LOW_LATENCY_COMBINE)
         if not call.in_area:
             self.put_in_area(call, handle)
         epoch = self.step(LOW_LATENCY_COMBINE)
         header.dtype, header.reduction, header.use_logfmt = call.x.kind, call.reduction, call.use_logfmt
         header.has_weights, header.routing = call.topk_weights is not None, handle.epoch
-        memcpy(self.bases_of(self.h.rank, LOW_LATENCY_COMBINE, slot), handle.bases, self.h.shape.num_experts * 4)
+        memcpy(epcy_low_latency_bases(&self.h, self.h.rank, LOW_LATENCY_COMBINE, slot), handle.bases,
+               self.h.shape.num_experts * 4)
         header.y_offset = self.h.heap.low_latency_y[call.area]
         self.input_epochs[call.area] = call.epoch = epoch
         self.send(LOW_LATENCY_COMBINE, header, epoch)
         if call.return_recv_hook:
             if call.topk_weights is not None:
                 call.topk_weights = copied(call.topk_weights)
-            self.phase(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_PHASE_IDLE)
+            epcy_host_phase(&self.h, EPCY_OP_LOW_LATENCY_COMBINE, EPCY_PHASE_IDLE)
         else:
             self.low_latency_combine_receive(call)
         return completed()
+
+    cdef int put_in_area(self, LowLatencyCombineCall call, HostLowLatencyHandle handle) except -1:
+        """Copy the experts' rows into the combine area: of each expert those that came."""
+        cdef int64_t row_bytes = self.h.shape.hidden * call.x.item_bytes()
+        self.await_input(call.area)
+        with nogil:
+            epcy_host_low_latency_stage(&self.h, self.low_latency.inputs_at[call.area], call.x.data, handle.counts,
+                                        row_bytes)
+        return 0
 
     cdef int low_latency_combine_receive(self, LowLatencyCombineCall call) except -1:
         cdef HostLowLatencyHandle handle = call.handle
@@ -373,7 +249,7 @@ cdef class HostLowLatencyBackend(HostBackend):
         self.receiving(EPCY_OP_LOW_LATENCY_COMBINE, call.epoch)
         self.reach("low_latency_combine", "completion")
         self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_ARRIVED, call.epoch, call.epoch)
-        self.span(EPCY_SPAN_WAIT)
+        epcy_host_span(&self.h, EPCY_SPAN_WAIT)
         error = self.disagreement_of(LOW_LATENCY_COMBINE, call.epoch, from_)
         if error is None:
             self.sum_all(call, handle, from_)
@@ -411,13 +287,13 @@ cdef class HostLowLatencyBackend(HostBackend):
                         m.routes, scaled = <epcy_route *>malloc(lanes * sizeof(epcy_route)), <float *>malloc(lanes * 4)
                     if m.routes == NULL or scaled == NULL:
                         raise HeapError(f"x: no memory for the routes of {handle.num_tokens} tokens (rank {self.rank})")
-                    if self.mask_routes(&m):
+                    if epcy_host_mask_routes(&self.h, &m):
                         c.sum.routes = m.routes
                         if call.renormalize:
-                            self.renormalize(m.routes, handle.num_tokens, c.sum.topk_weights, scaled)
+                            epcy_host_renormalize(&self.h, m.routes, handle.num_tokens, c.sum.topk_weights, scaled)
                             c.sum.topk_weights = scaled
                 with nogil:
-                    lost = self.sum_rows(&c)
+                    lost = epcy_host_low_latency_combine(&self.h, &c)
                 if lost >= 0:
                     from_[lost] = 0
         finally:
@@ -433,7 +309,9 @@ cdef class HostLowLatencyBackend(HostBackend):
         cdef const int32_t *bases
         cdef int64_t r, i
         for r in range(self.num_ranks):
-            header = self.find(r, LOW_LATENCY_COMBINE, epoch) if from_[r] and handle.not_sent[r] == 0 else NULL
+            header = NULL
+            if from_[r] and handle.not_sent[r] == 0:
+                header = epcy_low_latency_find(&self.h, r, LOW_LATENCY_COMBINE, epoch)
             if header == NULL:
                 return False
             bases = <const int32_t *>(header + 1) + self.rank * handle.num_local
@@ -442,36 +320,12 @@ cdef class HostLowLatencyBackend(HostBackend):
                     return False
         return True
 
-    # ---- going on without a rank ------------------------------------------------------------------------------
-
-    cdef int64_t num_masked(self) noexcept:
-        return self.h.num_masked
-
-    cdef int count_not_sent(self, HostLowLatencyHandle handle) except -1:
-        """Count the lanes that go to masked ranks, and so nowhere."""
-        cdef int64_t i
-        for i in range(handle.num_tokens * self.h.shape.num_topk):
-            if handle.routes[i].rank >= 0 and handle.routes[i].row < 0:
-                handle.not_sent[handle.routes[i].rank] += 1
-        for i in range(self.num_ranks):
-            self.num_lanes[0][i] += handle.not_sent[i]
+    cdef int count_sums_of(self, HostLowLatencyHandle handle, uint64_t epoch, int64_t row_bytes) except -1:
+        """Add a combine to the meter: this rank fetched what it had sent."""
+        cdef int64_t r, size = self.h.shape.num_ranks
+        for r in range(size):
+            if r != self.rank:
+                self.meter.m.gauges.bytes_moved += handle.tokens[r] * row_bytes
+        if self.meter.flows is not None:
+            self.meter.note(epoch, EPCY_OP_LOW_LATENCY_COMBINE, handle.tokens + size)
         return 0
-
-    def goes_on(self, int op, missing, dead, double left):
-        cdef bint may = op == EPCY_OP_LOW_LATENCY_DISPATCH or op == EPCY_OP_LOW_LATENCY_COMBINE
-        if not (may and self.masks_late):
-            return False
-        gone = [r for r in range(self.num_ranks) if r != self.rank and not self.h.masked[r] and self.has_left(r)]
-        late = set(dead) | set(gone) | (set(missing) if left <= 0 else set())
-        for rank in late - {self.rank}:
-            self.set_mask(rank, True)
-        return bool(late - {self.rank})
-
-    cpdef set_mask(self, int rank, bint masked):
-        self.mask(rank, masked)
-
-    cpdef masked(self):
-        return tuple([r for r in range(self.num_ranks) if self.h.masked[r]])
-
-    cpdef dropped(self, int which):
-        return np.array(self.num_lanes[which], np.int64)

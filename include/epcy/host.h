@@ -154,6 +154,7 @@ typedef struct epcy_low_latency_combine {
 #ifdef __cplusplus
 extern "C" {
 #endif
+#pragma GCC visibility push(default)
 
 /* control.c: words, records, waits, status. */
 int64_t epcy_host_control_bytes(const epcy_shape *shape);
@@ -237,6 +238,7 @@ void epcy_cast_from_fp8(const uint8_t *payload, const float *scales, int64_t num
 /* process.c */
 void epcy_host_bound_exit(void);
 
+#pragma GCC visibility pop
 #ifdef __cplusplus
 }
 #endif

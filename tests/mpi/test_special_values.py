@@ -47,7 +47,7 @@ def simd(request, backend):
             pytest.skip("a GPU has one instruction set")
         yield None
         return
-    from epcy.backends.host import simd_level
+    from epcy.backends.casts import simd_level
 
     best = simd_level()
     yield simd_level(request.param)

@@ -6,7 +6,7 @@ import pytest
 
 import epcy
 from epcy import reference
-from epcy.backends.host import simd_level
+from epcy.backends.casts import simd_level
 from mpi.cases import assert_bits, draw_rows
 
 

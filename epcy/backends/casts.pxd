@@ -1,0 +1,1 @@
+"""Nothing to cimport: the casts are called from Python."""

@@ -1,0 +1,1 @@
+"""Nothing to cimport: a Buffer asks for its shape once, from Python."""

@@ -1,0 +1,3 @@
+from typing import Any
+
+def shape_of(options: dict[str, Any], num_ranks: int) -> dict[str, int]: ...
