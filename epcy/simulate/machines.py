@@ -1,8 +1,8 @@
 """Constants of machines, from data sheets and from our own measurements of two H200s; none is fitted to a table.
 
 Measured on two H200s with 18 NVLinks between them, 30 November 2026, by a first experiment before the kernels of epcy
-(plain loops of bulk copies, empty kernels, a ping-pong): see `SOURCES`. What only a NIC would tell was never measured by
-us: its rate is the data sheet's less the headers of its packets, its latency a published one.
+(plain loops of bulk copies, empty kernels, a ping-pong): see `SOURCES`. What only a NIC would tell was never measured
+by us: its rate is the data sheet's less the headers of its packets, its latency a published one.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SOURCES = {
     "copy_gbps": "measured: local TMA copy, 132 blocks, bytes one way",
     "nic_gbps": "data sheet of ConnectX-7, 400 Gb/s; 98 % of it with packets of 4096 bytes and 82 of RoCE v2's headers",
     "nic_us": "arXiv 2511.15076 (GPU-initiated networking for NCCL): half of a round trip of put and signal, 16.7 us",
-    "message_ns": "ConnectX-7: 330 million messages a second, from memory of its data sheet; nothing here depends on it",
+    "message_ns": "ConnectX-7: 330 million messages a second, not looked up in a data sheet; no row is so short",
     "launch_us": "measured: empty kernels, back to back, eager",
     "count_us": "measured: first experiment, dispatch uncached 178.9 us, cached 173.6 us",
     "dispatch_us": "measured: first experiment, low-latency dispatch of one token",

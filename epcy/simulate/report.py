@@ -45,7 +45,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument(
         "--path", choices=("auto", *PATHS), default="auto",
-        help="auto: direct inside one node and in low latency, hierarchical between nodes; expert: a copy for each lane",
+        help="auto: hierarchical between nodes in high throughput, else direct; expert: a copy for each lane",
     )  # fmt: skip
     command.add_argument(
         "--routing", default="random", metavar="FILE",
@@ -180,8 +180,8 @@ def _text(works: list[Workload], machine: Machine, predictions: list[Prediction]
     if routing == "random" and first.num_groups is not None:
         routing = f"random on at most {first.num_groups} nodes"
     lines = [
-        f"{first.num_ranks} ranks on {first.num_nodes} nodes of {first.gpus_per_node} {machine.name}; H {first.hidden}, "
-        f"K {first.num_topk}, E {first.num_experts}, {first.dtype}, {routing} routing, seed {first.seed}",
+        f"{first.num_ranks} ranks on {first.num_nodes} nodes of {first.gpus_per_node} {machine.name}; "
+        f"H {first.hidden}, K {first.num_topk}, E {first.num_experts}, {first.dtype}, {routing} routing, seed {first.seed}",
         f"  {'':<22}{'tokens':>7}  {'path':<13}{'us':>9}{'floor':>9}{'fixed':>7}  {'most busy':<15}"
         f"{'NIC MB':>8}{'NVL MB':>8}{'NIC GB/s':>9}",
     ]
@@ -212,7 +212,8 @@ def _names(works: list[Workload], predictions: list[Prediction]) -> list[list[st
 def _footprint_text(found: list[Footprint], machine: Machine) -> str:
     lines = [
         f"{'ranks':>6}{'experts':>9}{'control':>10}{'receive':>10}{'combine':>10}{'low lat.':>10}{'total':>10}"
-        f"{'bounded':>10}{'QPs':>7}{'of rail':>9}{'queues':>9}   GB of a {machine.name}'s {machine.memory_bytes / 1e9:.0f}"
+        f"{'bounded':>10}{'QPs':>7}{'of rail':>9}{'queues':>9}   GB, of a {machine.name}'s "
+        f"{machine.memory_bytes / 1e9:.0f}"
     ]
     for one in found:
         sizes = one.control, one.receive, one.combine, one.low_latency, one.total, one.bounded_total

@@ -59,8 +59,8 @@ def draw(
 ) -> Array:
     """Draw topk_idx (T, K) of a rank: distinct experts by the largest of independent scores. Local.
 
-    With `most_groups` below `num_groups` they are from the so many groups of neighbouring experts (the nodes) that have the
-    largest scores of a token, as group-limited gating does it.
+    With `most_groups` below `num_groups` they are from the so many groups of neighbouring experts (the nodes) that have
+    the largest scores of a token, as group-limited gating does it.
     """
     rng = np.random.default_rng([seed, rank])
     scores = rng.random((num_tokens, num_experts), np.float32)
