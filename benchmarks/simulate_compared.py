@@ -2,8 +2,8 @@
 
     python benchmarks/simulate_compared.py           # Markdown tables, as in docs/simulate.md
 
-The constants are those of epcy/simulate/machines.py, the same for every line; a line says only which machine, how many ranks,
-which path (what that library sends) and which routing its test draws.
+The constants are those of epcy/simulate/machines.py, the same for every line; a line says only which machine, how many
+ranks, which path (what that library sends) and which routing its test draws.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from epcy.simulate import MACHINES, Prediction, Workload, simulate
 
 OURS = Path(__file__).parent / "gpu-2-ranks-2026-11-30.json"
 
-# DeepEP V1, docs/legacy.md: H800, one ConnectX-7 of 400 Gb/s each. 4096 tokens, H 7168, top 8 of at most 4 nodes, fp8 there
-# and bf16 back, the best of its chunk sizes on a cached handle, 24 SMs. Bytes as its tests count them: between nodes a row for
-# each destination node, its own included; inside one node a row for each destination rank, its own included.
+# DeepEP V1, docs/legacy.md: H800, one ConnectX-7 of 400 Gb/s each. 4096 tokens, H 7168, top 8 of at most 4 nodes, fp8
+# there and bf16 back, the best of its chunk sizes on a cached handle, 24 SMs. Bytes as its tests count them: between
+# nodes a row for each destination node, inside one node a row for each destination rank, one's own included in both.
 V1_THROUGHPUT = (  # ranks, dispatch GB/s, combine GB/s
     (8, 153.0, 158.0),
     (16, 43.0, 43.0),
@@ -34,8 +34,8 @@ V1_LOW_LATENCY = (  # ranks, dispatch us, combine us
     (128, 192.0, 369.0),
     (256, 194.0, 360.0),
 )
-# DeepEP V2, README: SM90 and ConnectX-7, 8192 tokens, H 7168, top 8, fp8 there and bf16 back, logical bandwidth with the rows
-# that stay in the node.
+# DeepEP V2, README: SM90 and ConnectX-7, 8192 tokens, H 7168, top 8, fp8 there and bf16 back, logical bandwidth with
+# the rows that stay in the node.
 V2_THROUGHPUT = ((2, 12, 90.0, 81.0), (4, 6, 61.0, 61.0))  # nodes, SMs, dispatch GB/s, combine GB/s
 
 
@@ -119,7 +119,9 @@ def published() -> None:
         for name, us in (("dispatch", there), ("combine", back)):
             found = [
                 simulate(
-                    f"low_latency_{name}", Workload(num_ranks // 8, 8, 128, dtype="fp8", path=path), MACHINES["h800"]
+                    f"low_latency_{name}",
+                    Workload(num_ranks // 8, 8, 128, dtype="fp8", path=path, is_in_lines=path == "direct"),
+                    MACHINES["h800"],
                 )
                 for path in ("expert", "direct")
             ]  # fmt: skip

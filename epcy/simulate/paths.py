@@ -38,7 +38,8 @@ class Rank:
 class Cluster:
     """All ranks' servers in one simulation."""
 
-    def __init__(self, machine: Machine, num_ranks: int, num_sms: int) -> None:
+    def __init__(self, machine: Machine, num_ranks: int, num_sms: int, is_in_lines: bool = True) -> None:
+        self.line_share = LINE_BYTES / LINE_DATA if is_in_lines else 1.0
         self.simulation = simulation = Simulation()
         self.machine = machine
         most = max(machine.push_gbps, machine.pull_gbps)
@@ -157,7 +158,7 @@ def combine(cluster: Cluster, traffic: Traffic, path: str, row_bytes: int) -> No
 def low_latency_dispatch(cluster: Cluster, traffic: Traffic, path: str, row_bytes: int) -> None:
     """Add the pieces of a low-latency dispatch: rows that come are written once for each of their lanes."""
     ranks, per_node = cluster.ranks, traffic.ranks_per_node
-    line_bytes = row_bytes if path == "expert" else row_bytes * LINE_BYTES / LINE_DATA
+    line_bytes = row_bytes * cluster.line_share
     for block, source, rank in pairs(traffic):
         rows, lanes = rows_of(traffic, path, source, block, rank), int(traffic.lanes[source, block, rank])
         if not rows:
@@ -174,19 +175,22 @@ def low_latency_dispatch(cluster: Cluster, traffic: Traffic, path: str, row_byte
 
 
 def low_latency_combine(cluster: Cluster, traffic: Traffic, path: str, row_bytes: int) -> None:
-    """Add the pieces of a low-latency combine: every lane's row is read, what comes back is read and summed."""
+    """Add the pieces of a low-latency combine: every lane's row is read, what comes back is read and summed.
+
+    What is read and goes to no memory here costs half of what a copy of as many bytes does.
+    """
     ranks, per_node = cluster.ranks, traffic.ranks_per_node
-    line_bytes = row_bytes if path == "expert" else row_bytes * LINE_BYTES / LINE_DATA
+    line_bytes = row_bytes * cluster.line_share
     for block, source, owner in pairs(traffic):
         rows, lanes = rows_of(traffic, path, source, block, owner), int(traffic.lanes[source, block, owner])
         if not rows:
             continue
-        read_bytes = lanes * row_bytes / rows
+        read_bytes, sum_bytes = lanes * row_bytes / rows / 2, row_bytes / 2
         if source == owner:
-            cluster.add((ranks[owner].memory, ranks[owner].memory), rows, (read_bytes, row_bytes))
+            cluster.add((ranks[owner].memory, ranks[owner].memory), rows, (read_bytes, sum_bytes))
         elif source // per_node == owner // per_node:
             way = ranks[owner].memory, ranks[owner].push, ranks[source].arrive, ranks[source].memory
-            cluster.add(way, rows, (read_bytes, line_bytes, line_bytes, row_bytes))
+            cluster.add(way, rows, (read_bytes, line_bytes, line_bytes, sum_bytes))
         else:
             way = ranks[owner].memory, ranks[owner].send, ranks[source].receive, ranks[source].memory
-            cluster.add(way, rows, (read_bytes, row_bytes, row_bytes, row_bytes))
+            cluster.add(way, rows, (read_bytes, row_bytes, row_bytes, sum_bytes))

@@ -48,6 +48,8 @@ class Workload:
     num_groups : int or None
         From how many nodes a token's experts are at most; drawn routing alone.
     seed : int
+    is_in_lines : bool
+        Whether low-latency rows take NVLink in lines of 128 bytes that hold 112, as epcy's do, or as they are.
     """
 
     num_nodes: int
@@ -63,6 +65,7 @@ class Workload:
     routing: str = "random"
     num_groups: int | None = None
     seed: int = 0
+    is_in_lines: bool = True
 
     def __post_init__(self) -> None:
         for name in (
@@ -232,7 +235,7 @@ def simulate(
     most_tokens = max(1, *(len(idx) for idx in ids))
     blocks = max(1, min(most_tokens, MOST_BLOCKS, MOST_PIECES // work.num_ranks**2))
     traffic = count(ids, num_experts, work.num_nodes, blocks)
-    cluster = Cluster(machine, work.num_ranks, work.num_sms)
+    cluster = Cluster(machine, work.num_ranks, work.num_sms, work.is_in_lines)
     row_bytes = work.row_bytes(operation)
     OPERATIONS[operation](cluster, traffic, work.path, row_bytes)
     fixed = fixed_us(operation, work, machine, float(traffic.lanes.sum()) / work.num_ranks)

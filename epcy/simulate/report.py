@@ -181,7 +181,8 @@ def _text(works: list[Workload], machine: Machine, predictions: list[Prediction]
         routing = f"random on at most {first.num_groups} nodes"
     lines = [
         f"{first.num_ranks} ranks on {first.num_nodes} nodes of {first.gpus_per_node} {machine.name}; "
-        f"H {first.hidden}, K {first.num_topk}, E {first.num_experts}, {first.dtype}, {routing} routing, seed {first.seed}",
+        f"H {first.hidden}, K {first.num_topk}, E {first.num_experts}, {first.dtype}, {routing} routing, "
+        f"seed {first.seed}",
         f"  {'':<22}{'tokens':>7}  {'path':<13}{'us':>9}{'floor':>9}{'fixed':>7}  {'most busy':<15}"
         f"{'NIC MB':>8}{'NVL MB':>8}{'NIC GB/s':>9}",
     ]
