@@ -49,7 +49,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument(
         "--routing", default="random", metavar="FILE",
-        help="a recording (epcy.record), whose first dispatch says where tokens go, instead of random",
+        help="a recording (epcy.record), whose first dispatch gives tokens, experts and lanes, instead of random",
     )  # fmt: skip
     command.add_argument("--groups", type=int, metavar="N", help="a token's experts lie on at most N nodes")
     command.add_argument(
@@ -91,7 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
         _print([one.as_dict() for one in found], arguments.json, _footprint_text(found, machine))
         return 0
-    works, predictions = [], []
+    works, predictions, sizes = [], [], (0, 0)
     for mode, operations, tokens in (
         ("ht", HT, arguments.tokens),
         ("ll", LL, arguments.ll_tokens),
@@ -101,13 +101,14 @@ def main(arguments: argparse.Namespace) -> int:
         work = _work(arguments, mode, tokens)
         works.append(work)
         ids = routing_of(work, mode == "ll")
+        sizes = ids[1], int(ids[0][0].shape[1])  # a recording has its own
         predictions += [simulate(operation, work, machine, ids) for operation in operations]
     content = {
         "machine": asdict(machine),
         "workloads": [asdict(work) for work in works],
         "predictions": [one.as_dict() for one in predictions],
     }
-    _print(content, arguments.json, _text(works, machine, predictions))
+    _print(content, arguments.json, _text(works, sizes, machine, predictions))
     return 0
 
 
@@ -174,14 +175,16 @@ def _constants_text(machine: Machine) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _text(works: list[Workload], machine: Machine, predictions: list[Prediction]) -> str:
+def _text(
+    works: list[Workload], sizes: tuple[int, int], machine: Machine, predictions: list[Prediction]
+) -> str:
     first = works[0]
     routing = first.routing
     if routing == "random" and first.num_groups is not None:
         routing = f"random on at most {first.num_groups} nodes"
     lines = [
         f"{first.num_ranks} ranks on {first.num_nodes} nodes of {first.gpus_per_node} {machine.name}; "
-        f"H {first.hidden}, K {first.num_topk}, E {first.num_experts}, {first.dtype}, {routing} routing, "
+        f"H {first.hidden}, K {sizes[1]}, E {sizes[0]}, {first.dtype}, {routing} routing, "
         f"seed {first.seed}",
         f"  {'':<22}{'tokens':>7}  {'path':<13}{'us':>9}{'floor':>9}{'fixed':>7}  {'most busy':<15}"
         f"{'NIC MB':>8}{'NVL MB':>8}{'NIC GB/s':>9}",
