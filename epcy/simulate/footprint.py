@@ -73,7 +73,8 @@ def footprints(
 
     if not 2 <= most_ranks <= MOST_RANKS:
         raise ArgumentError(f"most_ranks: expected 2 to {MOST_RANKS}, got {most_ranks}")
-    for name, value in (("gpus_per_node", gpus_per_node), ("num_qps_per_rank", num_qps_per_rank)):
+    sizes = {"gpus_per_node": gpus_per_node, "num_qps_per_rank": num_qps_per_rank, "num_experts": num_experts}
+    for name, value in sizes.items():
         if value < 1:
             raise ArgumentError(f"{name}: expected at least 1, got {value}")
     found = []
