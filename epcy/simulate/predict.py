@@ -222,7 +222,7 @@ def simulate(
         raise ArgumentError(f"operation: expected one of {', '.join(OPERATIONS)}, got {operation!r}")
     is_low_latency = operation.startswith("low_latency")
     if is_low_latency and work.path == "hierarchical":
-        raise ArgumentError("path: the low-latency mode has no hierarchical path; expected direct or expert")
+        raise ArgumentError(f"path: expected direct or expert in the low-latency mode, got {work.path!r}")
     if work.num_sms > machine.num_sms:
         raise ArgumentError(
             f"num_sms: expected at most the {machine.num_sms} of {machine.name}, got {work.num_sms}"
