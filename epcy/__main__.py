@@ -55,6 +55,18 @@ def replay(arguments: argparse.Namespace) -> int:
         return 2
 
 
+def simulate(arguments: argparse.Namespace) -> int:
+    """Tell what dispatch and combine should take on many nodes."""
+    from epcy.errors import EpcyError
+    from epcy.simulate.report import main as predict
+
+    try:
+        return predict(arguments)
+    except EpcyError as error:
+        sys.stderr.write(f"epcy: {error}\n")
+        return 2
+
+
 class Progress:
     """A bar of the seconds that a measurement takes, on standard error of rank 0; nothing where tqdm is missing."""
 
@@ -126,6 +138,8 @@ def measure(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; a command is a function of its parsed arguments."""
+    from epcy.simulate.report import add_arguments
+
     main_parser = argparse.ArgumentParser(prog="python -m epcy", description="Look at epcy on this machine.")
     commands = main_parser.add_subparsers(title="commands", metavar="COMMAND")
     command = commands.add_parser(
@@ -178,6 +192,13 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=300.0, metavar="S", help="for all of --shrink (%(default)s)"
     )
     command.set_defaults(run=replay)
+    command = commands.add_parser(
+        "simulate",
+        help="what dispatch and combine should take on so many nodes; memory and queue pairs by ranks",
+        description="Predict dispatch and combine on nodes that are not at hand: docs/simulate.md.",
+    )
+    add_arguments(command)
+    command.set_defaults(run=simulate)
     for name, text, seconds in (
         ("calibrate", "measure what buf.explain() predicts with, on this machine and so many ranks", 20.0),
         (

@@ -31,7 +31,7 @@ def ports(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 name, WARNING, seen,
                 "plug the cable, start the subnet manager (InfiniBand) or bring the interface up (RoCE); or leave the "
-                "device out with NVSHMEM_HCA_LIST",
+                "device out with NVSHMEM_ENABLE_NIC_PE_MAPPING=1 and NVSHMEM_HCA_LIST",
             )  # fmt: skip
         elif not port["usable"]:
             yield Finding(
