@@ -93,10 +93,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Replay a file, or shrink it; return the exit status."""
-    launcher = shlex.split(arguments.launcher or find_mpiexec() or "")
+    found = find_mpiexec()
+    launcher = shlex.split(arguments.launcher) if arguments.launcher else [found] if found else []
     if not launcher:
         raise ArgumentError(
-            "--launcher: no mpiexec on PATH or beside python; say what starts ranks, such as 'srun'"
+            "launcher: found no mpiexec on PATH or beside python; say with --launcher what starts ranks, such as 'srun'"
         )
     recording = read(arguments.file)
     num_ranks = arguments.ranks or recording.num_ranks

@@ -35,10 +35,6 @@ class Finding:
     remedy: str = ""
     ranks: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        if (self.state == OK) == bool(self.remedy):
-            raise ValueError(f"a finding has a remedy unless it is ok: {self}")
-
 
 def gib(num_bytes: int) -> str:
     """Write bytes for a reader. Local."""

@@ -133,7 +133,7 @@ def _read_one(path: Path) -> Recording:
         arrays = _arrays(path)
         return _recording(header_of(arrays["header"], VERSION), arrays)
     except Wrong as wrong:
-        raise ArgumentError(f"recording {os.fspath(path)!r}: {wrong}") from None
+        raise ArgumentError(f"path: recording {os.fspath(path)!r}: {wrong}") from None
 
 
 def _arrays(path: str | os.PathLike[str]) -> dict[str, Array]:

@@ -92,13 +92,13 @@ class record:  # noqa: N801 - used as a function
         self._start_ns = 0
 
     def __enter__(self) -> record:
-        if self._comm is not None:
-            raise StateError("record: this recording was entered before; make a new one")
-        if record._current is not None:
-            raise StateError("record: another recording is under way; end it first")
         from mpi4py import MPI
 
         comm = self._given if self._given is not None else MPI.COMM_WORLD
+        if self._comm is not None:
+            raise StateError(f"record: this recording was entered before (rank {comm.rank}); make a new one")
+        if record._current is not None:
+            raise StateError(f"record: another recording is under way (rank {comm.rank}); end it first")
         # A copy: in it stays an end that a rank never comes to.
         self._comm = bootstrap.duplicate(comm, self.timeout, "epcy.record")
         with contextlib.suppress(OSError):  # of an earlier job
