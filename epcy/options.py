@@ -106,8 +106,8 @@ OPTIONS: tuple[Option, ...] = (
            "By default 16; `python -m epcy tune` finds a better one.", env="EPCY_CHUNK_TOKENS", minimum=1,
            maximum=2**31 - 1, compared=False),
     Option("stats", "bool", "Count calls, tokens, waits and times, for `Buffer.stats()`, `epcy.trace`, "
-           "`epcy.metrics` and `python -m epcy top`. On the host backend it costs 0.3 us a call at most.", default=True, env="EPCY_STATS",
-           compared=False),
+           "`epcy.metrics` and `python -m epcy top`. On the host backend it costs 0.3 us a call at most.",
+           default=True, env="EPCY_STATS", compared=False),
     Option("status_dir", "str", "The private folder of the status pages that `python -m epcy` reads. By default "
            "epcy-UID in $XDG_RUNTIME_DIR, else one in the temporary folder that ends at random; empty: no status page.",
            env="EPCY_STATUS_DIR", compared=False),

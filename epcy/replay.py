@@ -97,7 +97,8 @@ def main(arguments: argparse.Namespace) -> int:
     launcher = shlex.split(arguments.launcher) if arguments.launcher else [found] if found else []
     if not launcher:
         raise ArgumentError(
-            "launcher: found no mpiexec on PATH or beside python; say with --launcher what starts ranks, such as 'srun'"
+            f"launcher: found no mpiexec on PATH ({os.environ.get('PATH', '')}) or beside {sys.executable}; say with "
+            "--launcher what starts ranks, such as 'srun'"
         )
     recording = read(arguments.file)
     num_ranks = arguments.ranks or recording.num_ranks

@@ -66,7 +66,7 @@ cdef class Counters:
         return 0
 
     cdef int leave(self) except -1:
-        """The host leaves a call, outside of captures; while somebody looks on, the page's sums are fetched once a second."""
+        """The host leaves a call, outside of captures; while somebody looks on, sums are fetched once a second."""
         cdef int64_t now
         if self.status != NULL:
             now = time.monotonic_ns()

@@ -19,7 +19,7 @@ def rows_and_kind(x: Any) -> tuple[int, str]:
         return int(x[0].shape[0]), "fp8"
     name = str(x.dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ValueError(name)
+        raise ArgumentError(f"x: expected bfloat16, float16, float32 or a pair, got dtype {name}")
     return int(x.shape[0]), name
 
 

@@ -24,7 +24,8 @@ typedef struct epcy_status {
   uint64_t epoch;
   int64_t since_ns; /* CLOCK_MONOTONIC */
   int64_t num_calls[EPCY_NUM_OPS];
-  int64_t watched_ns; /* written by who looks on, `python -m epcy top`: when; sums that lie on a GPU are fetched only then */
+  int64_t
+      watched_ns; /* written by who looks on, `python -m epcy top`: when; sums that lie on a GPU are fetched only then */
 } epcy_status;
 #define EPCY_STATUS_MAGIC 0x7375746174737965ull
 #define EPCY_STATUS_VERSION 4 /* 3: with epcy_gauges at EPCY_GAUGES_AT; 4: watched_ns */

@@ -255,11 +255,6 @@ def test_findings_of_several_ranks():
     assert "(rank 1)" in text and "(ranks 0, 2)" in text and "0, 1, 2" not in text
 
 
-def test_a_finding_is_one():
-    with pytest.raises(ValueError, match="remedy"):
-        Finding("a", FAILURE, "x")
-
-
 def run(*arguments, **env):
     outer = ("PMI_", "PMIX_", "OMPI_", "HYDI_", "PALS_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
