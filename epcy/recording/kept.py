@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from epcy.errors import ArgumentError
 from epcy.options import DTYPES
 from epcy.recording.calls import Array
 
