@@ -84,7 +84,7 @@ cdef class Buffer(HighThroughputCalls):
             from mpi4py import MPI
             comm = MPI.COMM_WORLD
         bootstrap.check(comm)
-        values, shape, error, known, found = {}, None, None, {}, (None, None, None)
+        values, asked, shape, error, found = {}, {}, None, None, (None, None, None)
         try:
             values = {name: value.value for name, value in resolve(given).items()}
             shape = shape_of(values, comm.Get_size())
@@ -92,29 +92,30 @@ cdef class Buffer(HighThroughputCalls):
             found = backends.find(values["backend"])
             values["backend"] = found[0]
             startup.check(found[0], values)
+            asked = dict(values)    # what a rank found out by measuring may differ
             for name, best in tuned(found[0], comm.Get_size(), values).items():
                 values[name] = best
             if values["num_sms"] is None:
-                known = model.all_stored(found[0], comm.Get_size(), 1)
+                model.all_stored(found[0], comm.Get_size(), 1)      # a file that cannot be read is told here
         except EpcyError as caught:
             error = caught
         timeout = values.get("timeout", BY_NAME["timeout"].default)
         self.comm = bootstrap.duplicate(comm, timeout)
         self.rank, self.size, self._pid = self.comm.rank, self.comm.size, getpid()
         try:
-            self._construct(values, shape, error, found, timeout)
+            self._construct(values, asked or values, shape, error, found, timeout)
         except EpcyError as refused:
             if not isinstance(refused, PeerTimeoutError):       # then every rank raises: the copy can go
                 self.comm.Free()
             raise
         if self._num_sms is None:
-            self._make_plan(known)
+            self._make_plan(model.all_stored(self.backend, self.size, self.topology.num_nodes))
         if values["preinitialize"]:
             self.warmup()
 
-    def _construct(self, dict values, dict shape, error, found, timeout):
+    def _construct(self, dict values, dict asked, dict shape, error, found, timeout):
         """Agree with the other ranks and make the backend; what fails here fails on every rank."""
-        identities = bootstrap.agree(self.comm, self._compared(values), error, timeout)
+        identities = bootstrap.agree(self.comm, self._compared(asked), error, timeout)
         self.topology = topology.discover(self.comm, values["num_max_nvl_peers"])
         if self.topology.num_machines > 1:
             raise NotSupportedError(

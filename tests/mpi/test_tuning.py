@@ -399,3 +399,16 @@ def test_commands(comm, tmp_path):
             )
             assert done.returncode == 0 and "--seconds" in done.stdout
     comm.Barrier()
+
+
+def test_what_a_rank_measured_may_differ(comm, backend, make_buffer, tmp_path, monkeypatch):
+    """Each rank reads its own files; only what was asked for must be the same on all."""
+    monkeypatch.setenv("EPCY_CACHE_DIR", str(tmp_path / f"rank {comm.rank}"))
+    if comm.rank == 0:
+        measured.put(
+            "tuning", tune.key_of(backend, comm.size, {**SIZES, "num_experts": E * comm.size}), {"num_sms": 4}
+        )
+    buf = make_buffer()
+    if comm.rank == 0:
+        assert buf.num_sms == 4
+    results(buf, draw(3, comm.size, 8, num_experts=E * comm.size))
