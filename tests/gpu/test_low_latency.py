@@ -80,7 +80,7 @@ def calls_in_turn(number):
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3, 4, 7])
-def test_c9_graphs_replay_with_new_data_and_routing(comm, make, calls):
+def test_graphs_replay_with_new_data_and_routing(comm, make, calls):
     """Several graphs of different batch sizes on one Buffer, odd numbers of calls, eager calls between replays."""
     buf = make()
     cases = {tokens: Case(buf, tokens, calls_in_turn(calls)) for tokens in (1, 2, 16)}
@@ -210,7 +210,7 @@ def test_streams_are_chained(comm, make):
         assert to_host(z).tobytes() == summed.tobytes()
 
 
-def test_c11_a_late_rank(comm, make_buffer, backend):
+def test_a_late_rank(comm, make_buffer, backend):
     """The kernel gives up, the Buffer says who was late, and reset() makes it work again."""
     if backend != "nvshmem" or comm.size == 1:
         pytest.skip("two ranks on GPUs")

@@ -58,7 +58,7 @@ def test_calls_on_different_streams_are_chained(buf, comm):
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
-def test_c9_graphs_replay_with_new_data_and_routing(buf, comm, calls):
+def test_graphs_replay_with_new_data_and_routing(buf, comm, calls):
     """Graphs of several batch sizes, replayed in any order, with eager calls between; odd numbers of calls too."""
     num_experts, rank = 4 * comm.size, comm.rank
     graphs = {}

@@ -111,7 +111,7 @@ def interrupted():
 
 
 def to_the_second():
-    """C11 and C15 as they are written: the last rank comes 3 s late, once with timeout=1, once with timeout=10."""
+    """The last rank comes 3 s late, once with timeout=1, once with timeout=10, while another thread counts."""
     buf, late = buffer(timeout=1), COMM.rank == COMM.size - 1
     dispatch(buf)
     COMM.Barrier()

@@ -1,4 +1,4 @@
-"""Cases of calls that do not fit: C3 bad ids, C5 too many tokens, C7 ranks disagree; C8 and C16."""
+"""Calls that do not fit: bad ids, too many tokens, ranks that disagree; and shapes that change, and equal bits."""
 
 import time
 
@@ -22,7 +22,7 @@ from mpi.cases import (
 
 @pytest.mark.parametrize("value", ["E", -2, 2**40, -(2**63)])
 @pytest.mark.parametrize("culprit", [0, -1])
-def test_c03_bad_id(comm, make_buffer, value, culprit):
+def test_bad_id(comm, make_buffer, value, culprit):
     buf = make_buffer()
     culprit %= comm.size
     value = 4 * comm.size if value == "E" else value
@@ -43,7 +43,7 @@ def test_c03_bad_id(comm, make_buffer, value, culprit):
 
 
 @pytest.mark.parametrize("kind", ["floats", "K"])
-def test_c03_ids_of_a_wrong_kind(comm, make_buffer, kind):
+def test_ids_of_a_wrong_kind(comm, make_buffer, kind):
     buf = make_buffer()
     idx = np.zeros((5, 2), np.float64) if kind == "floats" else np.zeros((5, 3), np.int64)
     x, good = to_expert_0(buf, 5)
@@ -54,7 +54,7 @@ def test_c03_ids_of_a_wrong_kind(comm, make_buffer, kind):
     works(buf)
 
 
-def test_c05_too_many_tokens(comm, make_buffer):
+def test_too_many_tokens(comm, make_buffer):
     buf = make_buffer(num_max_tokens_per_rank=8)
     x, idx = to_expert_0(buf, 9 if comm.rank == 0 else 8)
     start = time.monotonic()
@@ -71,7 +71,7 @@ def test_c05_too_many_tokens(comm, make_buffer):
     [("num_max_tokens_per_rank", (16, 32)), ("hidden", (512, 1024)), ("dtype", ("bfloat16", "float32"))]
     + [("num_experts", (1, 2)), ("num_topk", (2, 3))],
 )
-def test_c07_options_differ(comm, backend, name, values):
+def test_options_differ(comm, backend, name, values):
     if comm.size == 1:
         pytest.skip("two ranks")
     values = [value * comm.size for value in values] if name == "num_experts" else list(values)
@@ -84,7 +84,7 @@ def test_c07_options_differ(comm, backend, name, values):
     assert len(set(comm.allgather(str(error)))) == 1
 
 
-def test_c07_combine_meets_dispatch(comm, make_buffer):
+def test_combine_meets_dispatch(comm, make_buffer):
     if comm.size == 1:
         pytest.skip("two ranks")
     buf = make_buffer(timeout=5)
@@ -103,7 +103,7 @@ def test_c07_combine_meets_dispatch(comm, make_buffer):
 @pytest.mark.parametrize(
     "what", ["layout", "expert_alignment", "x.dtype", "topk_weights", "handle", "operation"]
 )
-def test_c07_calls_differ(comm, make_buffer, what):
+def test_calls_differ(comm, make_buffer, what):
     if comm.size == 1:
         pytest.skip("two ranks")
     buf = make_buffer(timeout=5)
@@ -124,7 +124,7 @@ def test_c07_calls_differ(comm, make_buffer, what):
     works(buf)
 
 
-def test_c07_unequal_tokens_simply_work(comm, make_buffer):
+def test_unequal_tokens_simply_work(comm, make_buffer):
     buf = make_buffer(num_max_tokens_per_rank=128)
     sent = draw(
         7, comm.size, [1 if rank == 0 else 128 for rank in range(comm.size)], num_experts=4 * comm.size
@@ -133,7 +133,7 @@ def test_c07_unequal_tokens_simply_work(comm, make_buffer):
     check_combine(buf, r.handle, routing, 7)
 
 
-def test_c08_shapes_change(comm, make_buffer):
+def test_shapes_change(comm, make_buffer):
     shapes = [(16, 2048, 8), (4, 4096, 16), (16, 512, 4)]
     for turn in range(20):
         most, hidden, experts = shapes[turn % 3]
@@ -152,7 +152,7 @@ def test_c08_shapes_change(comm, make_buffer):
         buf.free()
 
 
-def test_c16_the_same_bits_every_time(comm, make_buffer):
+def test_the_same_bits_every_time(comm, make_buffer):
     buf = make_buffer(hidden=64, num_topk=4)
     sent = draw(16, comm.size, 16, num_experts=4 * comm.size, num_topk=4, hidden=64)
     x, idx, weights = mine(buf, sent)

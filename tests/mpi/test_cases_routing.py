@@ -1,4 +1,4 @@
-"""Cases of where tokens go: C1 a rank with nothing, C2 lanes of -1, C4 repeated expert, C12 skew, C13 sizes."""
+"""Cases of where tokens go: a rank with nothing, lanes of -1, a repeated expert, skew, odd sizes."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ def floats(a):
     return to_host(a).astype(np.float32)
 
 
-def test_c01_rank_with_nothing(comm, make_buffer):
+def test_rank_with_nothing(comm, make_buffer):
     buf = make_buffer(num_experts=2 * comm.size)
     for round_number in range(4):
         sender = 0 if round_number < 3 else comm.size - 1
@@ -26,7 +26,7 @@ def test_c01_rank_with_nothing(comm, make_buffer):
 
 
 @pytest.mark.parametrize("layout", ["rank", "expert"])
-def test_c02_unused_lanes(comm, make_buffer, layout):
+def test_unused_lanes(comm, make_buffer, layout):
     buf = make_buffer(num_experts=2 * comm.size)
     x = to_device(buf, counted_rows(comm, 6))
     bias = to_device(buf, np.full((6, 512), 3, counted_rows(comm, 0).dtype))
@@ -56,7 +56,7 @@ def test_c02_unused_lanes(comm, make_buffer, layout):
         )
 
 
-def test_c04_repeated_expert(comm, make_buffer):
+def test_repeated_expert(comm, make_buffer):
     buf = make_buffer(num_experts=2 * comm.size)
     x = to_device(buf, counted_rows(comm, 1) if comm.rank == 0 else counted_rows(comm, 0))
     idx = to_device(buf, np.full((len(x), 2), 2 * comm.size - 1))
@@ -75,7 +75,7 @@ def test_c04_repeated_expert(comm, make_buffer):
 
 @pytest.mark.parametrize("layout", ["rank", "expert"])
 @pytest.mark.parametrize("num_tokens", [600, 2304])
-def test_c12_all_to_one_expert(comm, make_buffer, layout, num_tokens):
+def test_all_to_one_expert(comm, make_buffer, layout, num_tokens):
     num_tokens //= max(1, comm.size // 2)  # the same total from 2 ranks up
     buf = make_buffer(num_max_tokens_per_rank=num_tokens, hidden=64, num_topk=1)
     x = to_device(buf, counted_rows(comm, num_tokens, 64))
@@ -89,7 +89,7 @@ def test_c12_all_to_one_expert(comm, make_buffer, layout, num_tokens):
 
 
 @pytest.mark.parametrize("layout", ["rank", "expert"])
-def test_c12_one_rank_has_100_times_more(comm, make_buffer, layout):
+def test_one_rank_has_100_times_more(comm, make_buffer, layout):
     buf = make_buffer(num_max_tokens_per_rank=300, hidden=64)
     tokens = [300 if rank == comm.size - 1 else 3 for rank in range(comm.size)]
     sent = draw(12, comm.size, tokens, num_experts=4 * comm.size, hidden=64)
@@ -98,7 +98,7 @@ def test_c12_one_rank_has_100_times_more(comm, make_buffer, layout):
 
 
 @pytest.mark.parametrize("hidden", [8, 1536, 2880, 4608, 6400, 7168, 8192])
-def test_c13_hidden(comm, make_buffer, hidden):
+def test_odd_hidden(comm, make_buffer, hidden):
     buf = make_buffer(hidden=hidden, num_max_tokens_per_rank=4)
     for layout in ("rank", "expert"):
         sent = draw(hidden, comm.size, 3, num_experts=4 * comm.size, hidden=hidden)
@@ -107,7 +107,7 @@ def test_c13_hidden(comm, make_buffer, hidden):
 
 
 @pytest.mark.parametrize("num_topk", [1, 12, 16, 32])
-def test_c13_topk(comm, make_buffer, num_topk):
+def test_odd_topk(comm, make_buffer, num_topk):
     buf = make_buffer(num_topk=num_topk, hidden=32, num_experts=5 * comm.size)
     for layout in ("rank", "expert"):
         size = {"num_experts": 5 * comm.size, "num_topk": num_topk, "hidden": 32}
@@ -117,7 +117,7 @@ def test_c13_topk(comm, make_buffer, num_topk):
 
 
 @pytest.mark.parametrize("num_local_experts", [1, 129])
-def test_c13_local_experts(comm, make_buffer, num_local_experts):
+def test_odd_numbers_of_local_experts(comm, make_buffer, num_local_experts):
     num_experts = num_local_experts * comm.size
     buf = make_buffer(num_experts=num_experts, hidden=32)
     assert buf.num_local_experts == num_local_experts
@@ -127,7 +127,7 @@ def test_c13_local_experts(comm, make_buffer, num_local_experts):
         check_combine(buf, r.handle, routing, 13)
 
 
-def test_c13_tokens(comm, make_buffer):
+def test_odd_numbers_of_tokens(comm, make_buffer):
     buf = make_buffer(num_max_tokens_per_rank=4095, hidden=8, num_topk=1)
     sizes = [0, 1, 2, 127, 128, 129, 255, 256, 257]
     for turn in range(len(sizes)):

@@ -1,4 +1,4 @@
-"""Jobs of their own (jobs.py): a killed rank (C11), Ctrl-C (C15), and how a process may leave (C10). From one rank."""
+"""Jobs of their own (jobs.py): a killed rank, Ctrl-C, and how a process may leave. From one rank."""
 
 import re
 import time
@@ -29,7 +29,7 @@ def run(name, num_ranks, *, mpi4py=False, mode="", **options):
 
 
 @MODES
-def test_c11_killed_rank(mode):
+def test_a_killed_rank(mode):
     done, told, took = run("killed", 3, mode=mode, options=("-disable-auto-cleanup",))
     assert took < 25, told
     assert "ended with -9" in told
@@ -59,7 +59,7 @@ def test_goes_on_without_a_killed_rank():
 
 @MODES
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_c15_interrupt(num_ranks, mode):
+def test_ctrl_c(num_ranks, mode):
     done, told, _ = run("interrupted", num_ranks, mode=mode)
     assert done.returncode == 0, told
     assert float(re.search(r"interrupted (-?[\d.]+)", told)[1]) < 1
@@ -68,7 +68,7 @@ def test_c15_interrupt(num_ranks, mode):
 
 
 @MODES
-def test_c11_and_c15_to_the_second(mode):
+def test_a_late_rank_is_told_in_time_and_other_threads_run(mode):
     done, told, _ = run("to_the_second", 2, mode=mode)
     assert done.returncode == 0, told
     seconds, text = re.search(r"late: ([\d.]+) s: (.*)", told).groups()
@@ -88,14 +88,14 @@ def test_c11_and_c15_to_the_second(mode):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_c10_never_freed(num_ranks):
+def test_a_buffer_that_is_never_freed(num_ranks):
     done, told, took = run("never_freed", num_ranks)
     assert done.returncode == 0 and took < 20, told
     assert told.count("made True") == num_ranks and "Traceback" not in told
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_c10_mpi_finalized_first(num_ranks):
+def test_mpi_finalized_before_the_buffer(num_ranks):
     done, told, took = run("finalized_first", num_ranks)
     assert done.returncode == 0 and took < 20, told
     assert told.count("told:") == 3 * num_ranks and "MPI was finalized" in told
@@ -103,13 +103,13 @@ def test_c10_mpi_finalized_first(num_ranks):
 
 
 @pytest.mark.parametrize("culprits", [2, 3])
-def test_c10_exception_on_one_rank(culprits):
+def test_an_exception_on_one_rank(culprits):
     done, told, took = run("raises", culprits, mpi4py=True)
     assert done.returncode not in (0, None) and took < 20, told
     assert "on purpose" in told
 
 
-def test_c10_free_at_exit():
+def test_free_at_exit():
     done, told, _ = run("atexit_free", 2)
     assert done.returncode == 0 and told.count("freed None") == 2, told
 

@@ -1,4 +1,4 @@
-"""Low-latency calls that are wrong, that do not fit together, or whose peers are late: C3, C5, C7, C11, C15."""
+"""Low-latency calls that are wrong, that do not fit together, or whose peers are late."""
 
 import time
 
@@ -146,7 +146,7 @@ def test_fp8_of_an_odd_hidden(comm, make):
 
 
 @pytest.mark.parametrize("value", ["E", -2, 2**40])
-def test_c3_bad_ids(comm, make, value):
+def test_bad_ids(comm, make, value):
     """They count as -1, and the rank that gave them is told later."""
     buf = make()
     value = 4 * comm.size if value == "E" else value
@@ -166,7 +166,7 @@ def test_c3_bad_ids(comm, make, value):
     works(buf, use_fp8=False)
 
 
-def test_c5_too_many_tokens(comm, make):
+def test_too_many_tokens(comm, make):
     buf = make(num_max_tokens_per_rank=300, num_max_low_latency_tokens_per_rank=8)
     x, idx = to_device(
         buf, (np.ones((9, 512), BF16), np.zeros((9, 2), np.int64)) if comm.rank == 0 else (X, IDX)
@@ -186,7 +186,7 @@ FIELDS += ["reduction", "use_logfmt", "handle", "combine: topk_weights"]
 
 @pytest.mark.parametrize("what", FIELDS)
 @pytest.mark.usefixtures("two_ranks")
-def test_c7_calls_differ(comm, make, what):
+def test_calls_differ(comm, make, what):
     buf = make(timeout=5)
     x, idx, w = to_device(buf, [X, IDX, W])
     other = comm.rank == comm.size - 1
@@ -220,7 +220,7 @@ def test_c7_calls_differ(comm, make, what):
     + [("low_latency_combine", "barrier")],
 )
 @pytest.mark.usefixtures("two_ranks")
-def test_c7_operations_differ(comm, make, one, two, backend):
+def test_operations_differ(comm, make, one, two, backend):
     buf = make(timeout=5 if backend == "host" else 1)
     x, idx = to_device(buf, [X, IDX])
     _, _, handle, _, _ = buf.low_latency_dispatch(x, idx)
@@ -257,7 +257,7 @@ def test_c7_operations_differ(comm, make, one, two, backend):
         buf.reset()
 
 
-def test_c7_unequal_tokens_simply_work(comm, make):
+def test_unequal_tokens_simply_work(comm, make):
     buf = make(num_max_tokens_per_rank=128)
     sent = draw(
         7, comm.size, [1 if rank == 0 else 128 for rank in range(comm.size)], num_experts=4 * comm.size
@@ -272,7 +272,7 @@ def test_c7_unequal_tokens_simply_work(comm, make):
 @pytest.mark.parametrize("operation", ["low_latency_dispatch", "low_latency_combine", "hook"])
 @pytest.mark.host_only("a GPU tells of it later")
 @pytest.mark.usefixtures("two_ranks")
-def test_c11_too_late(comm, make, operation):
+def test_a_rank_that_comes_too_late(comm, make, operation):
     buf = make(timeout=0.5)
     x, idx = to_device(buf, [X, IDX])
     _, _, handle, _, _ = buf.low_latency_dispatch(x, idx)
@@ -327,7 +327,7 @@ def test_a_rank_that_does_not_receive(comm, make):
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_c11_late_but_in_time(comm, make):
+def test_a_rank_that_comes_late_but_in_time(comm, make):
     buf = make(timeout=10)
     sent = draw(3, comm.size, 6, num_experts=4 * comm.size)
     for late in (0, comm.size - 1):
@@ -358,7 +358,7 @@ def test_sending_does_not_wait(comm, make):
 
 @pytest.mark.host_only("the host waits")
 @pytest.mark.usefixtures("two_ranks")
-def test_c15_other_threads_run(comm, make):
+def test_other_threads_run_during_a_wait(comm, make):
     buf = make(timeout=20)
     x, idx = to_device(buf, [X, IDX])
     buf.barrier()

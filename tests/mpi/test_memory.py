@@ -1,4 +1,4 @@
-"""Memory: what size_hint tells is what is taken, and nothing is lost over many Buffers and many rounds (C10)."""
+"""Memory: what size_hint tells is what is taken, and nothing is lost over many Buffers and many rounds."""
 
 import gc
 import os
@@ -68,7 +68,7 @@ def test_size_hint_of_wrong_arguments():
     )
 
 
-def test_c10_many_buffers(comm, make_buffer, backend):
+def test_many_buffers_leave_nothing(comm, make_buffer, backend):
     options = {"num_max_tokens_per_rank": 64, "hidden": 1024}
     sent = draw(1, comm.size, 64, num_experts=4 * comm.size, hidden=1024)
     heap = epcy.Buffer.size_hint(

@@ -1,4 +1,4 @@
-"""Whose memory a result lies in and how long it lives: areas in turn, out=, combine_input; case C14."""
+"""Whose memory a result lies in and how long it lives: areas in turn, out=, combine_input; input freed at once."""
 
 import gc
 
@@ -145,7 +145,7 @@ def test_part_of_a_larger_array_as_y(comm, make_buffer):
     assert_bits(buf.combine(backwards, r.handle).combined_x, want, "an area's rows, twice turned")
 
 
-def test_c14_input_freed_at_once(comm, make_buffer):
+def test_input_freed_at_once(comm, make_buffer):
     buf = make_buffer()
     want = 1 + 16 * (comm.rank % 8) + np.arange(16) % 16
     idx = np.full((16, 2), -1)

@@ -1,4 +1,4 @@
-"""Cases C11, a late peer, and C15, the GIL during a wait. Killed ranks and Ctrl-C: test_jobs.py."""
+"""A late peer, and the GIL during a wait. Killed ranks and Ctrl-C: test_jobs.py."""
 
 import time
 
@@ -14,7 +14,7 @@ def two_ranks(comm):
         pytest.skip("two ranks")
 
 
-def test_c11_too_late(comm, make_buffer):
+def test_a_rank_that_comes_too_late(comm, make_buffer):
     buf = make_buffer(timeout=0.5)
     x, idx = to_expert_0(buf, 2)
     buf.barrier()
@@ -41,7 +41,7 @@ def test_c11_too_late(comm, make_buffer):
     check_combine(buf, r.handle, routing, 3)
 
 
-def test_c11_late_but_in_time(comm, make_buffer):
+def test_a_rank_that_comes_late_but_in_time(comm, make_buffer):
     buf = make_buffer(timeout=10)
     sent = draw(3, comm.size, 6, num_experts=4 * comm.size)
     for late in (0, comm.size - 1):
@@ -82,7 +82,7 @@ def test_constructor_is_bounded(comm, backend):
     comm.Barrier()
 
 
-def test_c15_other_threads_run(comm, make_buffer):
+def test_other_threads_run_during_a_wait(comm, make_buffer):
     buf = make_buffer(timeout=20)
     x, idx = to_expert_0(buf, 2)
     buf.barrier()

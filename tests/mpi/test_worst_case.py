@@ -1,4 +1,4 @@
-"""num_worst_tokens: arrays of a fixed number of rows, clipping, errors that come later. Case C6."""
+"""num_worst_tokens: arrays of a fixed number of rows, clipping, errors that come later."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_some_ranks_wait_for_their_count(comm, make_buffer, layout):
     raised(buf.check)
 
 
-def test_c06_overflow_writes_nothing_past_the_limit(comm, make_buffer):
+def test_overflow_writes_nothing_past_the_limit(comm, make_buffer):
     buf = make_buffer(num_max_tokens_per_rank=8)
     xp, size = buf.xp, comm.size
     limit = 8 * size - 4
