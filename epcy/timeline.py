@@ -84,11 +84,11 @@ class trace:  # noqa: N801 - used as a function
         self._start_ns = 0
 
     def __enter__(self) -> trace:
-        if self._comm is not None:
-            raise StateError("trace: this trace was entered before; make a new one")
         from mpi4py import MPI
 
         comm = self._given if self._given is not None else MPI.COMM_WORLD
+        if self._comm is not None:
+            raise StateError(f"trace: this trace was entered before (rank {comm.rank}); make a new one")
         # A copy: in it stays an end that a rank never comes to.
         self._comm = bootstrap.duplicate(comm, self.timeout, "epcy.trace")
         self._first = compare(self._comm)

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from epcy.backends import verdicts
 from epcy.errors import ArgumentError, EpcyError, MismatchError, PeerError, PeerTimeoutError
 
 if TYPE_CHECKING:
@@ -126,13 +127,13 @@ def allgather(comm: MPI.Intracomm, message: Any, timeout: float, step: str) -> l
 def exchange(
     comm: MPI.Intracomm, message: Any, error: EpcyError | None, timeout: float, step: str
 ) -> list[Any]:
-    """Gather messages, or raise: this rank's own `error`, or a PeerError with the text of the ranks that have one.
+    """Gather messages, or raise: this rank's own `error`, with the rank, or a PeerError with the text of those others.
 
     Collective, blocking for at most `timeout` seconds.
     """
     answers = allgather(comm, (None, str(error)) if error is not None else (message, None), timeout, step)
     if error is not None:
-        raise error
+        raise verdicts.with_rank(error, comm.rank)
     refused = [rank for rank, (_, text) in enumerate(answers) if text is not None]
     if refused:
         first = refused[0]

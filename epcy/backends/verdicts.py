@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from epcy.backends.names import LAYOUTS, PAYLOADS, REDUCTIONS
-from epcy.errors import ArgumentError, CapacityError, MismatchError, PeerError, PeerTimeoutError
+from epcy.errors import ArgumentError, CapacityError, EpcyError, MismatchError, PeerError, PeerTimeoutError
 from epcy.status import OPERATIONS
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "no_room_for_rows",
     "nonsense",
     "not_announced",
+    "with_rank",
 ]
 
 # A record's fields, as they are compared: operation, dtype, layout, cached, has weights, alignment, routing.
@@ -223,3 +225,15 @@ def dropped(epoch: int, rank: int, num_rows: int, limit: int) -> CapacityError:
         f"num_worst_tokens: rank {rank} received {num_rows} rows in dispatch (call {epoch}), num_worst_tokens={limit}; "
         f"the rest was dropped: give num_worst_tokens={num_rows} or more"
     )
+
+
+def with_rank(error: EpcyError, rank: int) -> EpcyError:
+    """Return an error that says on which rank it is: itself, where its text names one. Local.
+
+    What looks at options, variables and files does not know its rank; who exchanges errors does.
+    """
+    if re.search(r"\brank \d", str(error)):
+        return error
+    named = type(error)(f"{error} (rank {rank})")
+    named.__dict__.update(error.__dict__)
+    return named.with_traceback(error.__traceback__)

@@ -145,6 +145,16 @@ def test_a_path_that_cannot_be_written(comm, make_buffer):
     buf.barrier()
 
 
+def test_a_trace_is_entered_once(comm, same, tmp_path):
+    once = epcy.trace(same(str(tmp_path / "run.json")), comm)
+    with once:
+        errors = [raised(once.__enter__)]
+    errors.append(raised(once.__enter__))  # when it has ended, too
+    for error in errors:
+        assert isinstance(error, epcy.StateError) and f"entered before (rank {comm.rank})" in str(error)
+    comm.Barrier()
+
+
 def test_arguments(comm, tmp_path):
     with pytest.raises(epcy.ArgumentError, match="num_events: expected a positive"):
         epcy.trace(tmp_path / "x", comm, num_events=0)

@@ -343,6 +343,7 @@ def test_a_bad_file_is_told_by_all_ranks(comm, backend, make_buffer, cache, cont
     with pytest.raises(epcy.ArgumentError) as caught:
         make_buffer()
     assert text in str(caught.value) and "EPCY_CACHE_DIR" in str(caught.value) and cache in str(caught.value)
+    assert str(caught.value).endswith(f"(rank {comm.rank})")
     comm.Barrier()
     make_buffer(num_sms=2, stream_bytes=0, chunk_tokens=1).barrier()  # who says what he wants asks no file
 

@@ -104,7 +104,6 @@ EXCEPTIONS = {
     "a Buffer cannot be pickled": "pickle has no arguments",
     "Buffer: __init__ was called twice": "before the ranks know each other",
     "recv_x: this result's memory": "a result outlives its Buffer, and knows no rank",
-    "trace: this trace was entered": "a trace belongs to no rank",
 }
 # Constructions whose text is made elsewhere: by a function with the same rules, or another rank's, passed on.
 PASSED_ON = {

@@ -7,6 +7,7 @@ import pytest
 
 import epcy
 from epcy import errors
+from epcy.backends import verdicts
 
 BUILTIN = {
     "ArgumentError": ValueError,
@@ -59,3 +60,16 @@ def test_fields():
     assert epcy.PeerError("x").ranks == ()
     failed = epcy.BackendError("x", "libc", 12)
     assert (failed.library, failed.code) == ("libc", 12)
+
+
+def test_the_rank_is_added_once():
+    for error in (
+        errors.BackendError("cudaMalloc failed", "CUDA", 2),
+        errors.BackendUnavailableError("backend: no GPU"),
+        errors.PeerTimeoutError("timeout: gave up", [1], "bootstrap"),
+        errors.HeapError("num_max_tokens_per_rank 4: too large"),
+    ):
+        named = verdicts.with_rank(error, 3)
+        assert type(named) is type(error) and str(named) == f"{error} (rank 3)"
+        assert vars(named) == vars(error)
+        assert verdicts.with_rank(named, 4) is named

@@ -121,9 +121,8 @@ def test_every_row_passes_through_the_sms_of_its_path(operation):
     crossing = sum(
         n != rank // 4 for rank, idx in enumerate(ids) for nodes in destinations(idx, 16) for n in nodes
     )
-    expected = rows + (
-        crossing if operation is combine else 0
-    )  # and the source sums what comes from each node
+    # And the source sums what comes from each node.
+    expected = rows + (crossing if operation is combine else 0)
     assert sum(cluster.simulation.num_bytes[r.sms] for r in cluster.ranks) == 100 * expected
 
 

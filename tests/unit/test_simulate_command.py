@@ -112,9 +112,8 @@ def test_the_command():
     assert "8 ranks on 2 nodes of 4 h200" in told.stdout and "hierarchical" in told.stdout
     found = json.loads(run("--nodes", "2", *shape, "--json").stdout)
     assert [one["operation"] for one in found["predictions"]] == list(OPERATIONS)
-    assert (
-        found["predictions"][0]["us"] == simulate("dispatch", Workload(2, 4, 32, 256, 32), MACHINE).us
-    )  # the same in another process
+    # The same in another process.
+    assert found["predictions"][0]["us"] == simulate("dispatch", Workload(2, 4, 32, 256, 32), MACHINE).us
     wrong = run("--nodes", "3")
     assert wrong.returncode == 2 and wrong.stderr.startswith("epcy: num_experts:")
     assert "2048" in run("--footprint").stdout
