@@ -17,7 +17,7 @@ bits, which is checked. What is hidden is measured: (in sequence - overlapped) /
 time of the calls of a sequence without any product between them.
 
 On nvshmem times are those of CUDA events on one stream, in float16; a kernel that waits goes first, so that the host
-has launched everything before the clock starts, as in a CUDA graph. On the host backend the same program runs in
+has launched everything before the clock starts, as in a CUDA graph, if the host is fast enough for that. On the host backend the same program runs in
 float32. A send there writes the rows, a hook copies or sums them: both are work of this rank, and what can be hidden is
 the waiting for ranks that come later, as far as the ranks really run at once.
 """
@@ -283,6 +283,10 @@ def main(argv=None):
         )
     else:
         say("hidden: (in sequence - overlapped) / communication, of the communication's own time")
+        if share > 100:
+            say(
+                "more than all of it cannot be hidden: these steps wait for the host, which launches their products"
+            )
 
 
 if __name__ == "__main__":
