@@ -18,8 +18,8 @@ time of the calls of a sequence without any product between them.
 
 On nvshmem times are those of CUDA events on one stream, in float16; a kernel that waits goes first, so that the host
 has launched everything before the clock starts, as in a CUDA graph, if the host is fast enough for that. On the host
-backend the same program runs in float32. A send there writes the rows, a hook copies or sums them: both are work of this
-rank, and what can be hidden is the waiting for ranks that come later, as far as the ranks really run at once.
+backend the same program runs in float32. A send there writes the rows, a hook copies or sums them: both are work of
+this rank, and what can be hidden is the waiting for ranks that come later, as far as the ranks really run at once.
 """
 
 import argparse
