@@ -16,7 +16,7 @@ from epcy.backends import bootstrap
 from epcy.backends.meter import Meter, keep_meters, leave_meters
 from epcy.clocks import Aligned, ClockOffset, compare
 from epcy.errors import ArgumentError, PeerTimeoutError, StateError
-from epcy.private_file import write_text
+from epcy.private_file import write_of_all, write_text
 from epcy.status import OPERATIONS
 
 if TYPE_CHECKING:
@@ -119,16 +119,12 @@ class trace:  # noqa: N801 - used as a function
             self._write_alone(part)
             raise
         last = compare(comm)
-        parts, text = comm.gather(part), None
-        if parts is not None:
-            try:
-                write(self.path, assemble(parts, self._first, last))
-            except Exception as caught:  # whatever it is, the other ranks wait to hear of it
-                text = str(caught) or type(caught).__name__
-        text = comm.bcast(text)
+        error = write_of_all(
+            comm, self.path, part, lambda parts: write(self.path, assemble(parts, self._first, last))
+        )
         comm.Free()
-        if text is not None:
-            raise ArgumentError(f"path: rank 0 could not write {os.fspath(self.path)!r}: {text}")
+        if error is not None:
+            raise error
 
     def _write_alone(self, part: Part) -> None:
         alone = [ClockOffset(0, 0, 0)]

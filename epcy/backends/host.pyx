@@ -23,7 +23,6 @@ from epcy.handle cimport Combine, Handle
 from epcy.layout cimport epcy_num_local_experts, epcy_num_scales
 
 from epcy.backends import verdicts
-from epcy.backends.host_waits import bound_exit  # no-cython-lint: nvshmem.pyx takes it from here
 from epcy.backends.names import LAYOUTS
 from epcy.errors import CapacityError, HeapError, MismatchError, PeerError
 

@@ -29,7 +29,7 @@ from epcy.handle cimport Combine, Dispatch, Handle
 from epcy.layout cimport EPCY_NUM_AREAS, epcy_heap_layout, epcy_num_local_experts, epcy_num_scales
 
 from epcy.backends import bootstrap, symmetric, verdicts
-from epcy.backends.host import bound_exit
+from epcy.backends.host_waits import bound_exit
 from epcy.errors import (
     ArgumentError, BackendError, CapacityError, HeapError, NotSupportedError, PeerError,
     StateError)

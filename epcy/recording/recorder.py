@@ -16,6 +16,7 @@ from epcy.backends import bootstrap
 from epcy.backends.meter import world_ranks
 from epcy.errors import ArgumentError, PeerTimeoutError, StateError
 from epcy.observers import use_recorder
+from epcy.private_file import write_of_all
 from epcy.recording.checks import ARGUMENTS, PLACES, ROUTED
 from epcy.recording.file import write
 from epcy.recording.join import Entry, Key, join
@@ -118,25 +119,18 @@ class record:  # noqa: N801 - used as a function
         record._current = None
         part = self._part()
         self._kept, self._alive = {}, []
-        try:
-            if kind is None:
-                bootstrap.allgather(comm, None, self.timeout, "the end of epcy.record")
-        except PeerTimeoutError:
-            self._write_alone(part, comm)
-            raise
         if kind is not None:
             self._write_alone(part, comm)
             return
-        parts, text = comm.gather(part), None
-        if parts is not None:
-            try:
-                write(self.path, join(parts, comm.size))
-            except Exception as caught:  # whatever it is, the other ranks wait to hear of it
-                text = str(caught) or type(caught).__name__
-        text = comm.bcast(text)
+        try:
+            bootstrap.allgather(comm, None, self.timeout, "the end of epcy.record")
+        except PeerTimeoutError:
+            self._write_alone(part, comm)
+            raise
+        error = write_of_all(comm, self.path, part, lambda parts: write(self.path, join(parts, comm.size)))
         comm.Free()
-        if text is not None:
-            raise ArgumentError(f"path: rank 0 could not write {os.fspath(self.path)!r}: {text}")
+        if error is not None:
+            raise error
 
     def _write_alone(self, part: dict[str, Any], comm: MPI.Intracomm) -> None:
         with contextlib.suppress(OSError):  # the exception that ends the block is the one to see

@@ -13,6 +13,7 @@
 namespace {
 
 enum { kBytes = kFp32 + 1 }; // rows travel as they are; else the kind that is cast to FP8
+
 struct Shared {
   uint4 payload[kCasters];
   float scale[kGroups];
