@@ -91,7 +91,6 @@ cdef class Buffer(HighThroughputCalls):
             parse_faults(values["faults"] or "")
             found = backends.find(values["backend"])
             values["backend"] = found[0]
-            startup.check(found[0], values)
             asked = dict(values)    # what a rank found out by measuring may differ
             for name, best in tuned(found[0], comm.Get_size(), values).items():
                 values[name] = best
@@ -116,6 +115,8 @@ cdef class Buffer(HighThroughputCalls):
     def _construct(self, dict values, dict asked, dict shape, error, found, timeout):
         """Agree with the other ranks and make the backend; what fails here fails on every rank."""
         identities = bootstrap.agree(self.comm, self._compared(asked), error, timeout)
+        if found[0] == "nvshmem":       # after the comparison: ranks that differ hear of that
+            startup.agree(self.comm, values, timeout)
         self.topology = topology.discover(self.comm, values["num_max_nvl_peers"])
         if self.topology.num_machines > 1:
             raise NotSupportedError(

@@ -11,7 +11,7 @@ from epcy.backends import bootstrap
 from epcy.errors import ArgumentError, EpcyError, StateError
 from epcy.options import BY_NAME, resolve
 
-__all__ = ["check", "init", "settle", "settled"]
+__all__ = ["agree", "check", "init", "settle", "settled"]
 
 # What NVSHMEM reads when it starts, by rdma_transport. "ibrc" is its transport that a CPU thread drives, which also
 # stands behind IBGDA for what the GPU cannot do.
@@ -62,6 +62,21 @@ def check(
                 "leave one of them out"
             )
     return variables
+
+
+def agree(comm: Any, options: dict[str, Any], timeout: float) -> None:
+    """Find out whether NVSHMEM can be started, or was, as each rank of `comm` wants it.
+
+    Collective, blocking for at most `timeout` seconds. Raises what `check` raises; PeerError where another rank does.
+    """
+    from epcy.backends import bootstrap
+
+    error = None
+    try:
+        check("nvshmem", options)
+    except EpcyError as caught:
+        error = caught
+    bootstrap.exchange(comm, None, error, timeout, "Buffer()")
 
 
 def settle(backend: str, options: dict[str, Any], environ: MutableMapping[str, str] | None = None) -> None:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["assemble", "spans_as_events", "trace", "write"]
 
-# Where a token leaves and where it is used, by operation: phases, and whether their beginning or their end counts.
-# What another rank did is over when the second one is.
+# By operation: the phase at whose beginning a token leaves, and that, or the call, before whose end it is used. A GPU's
+# times are those of one of its blocks, so of two ranks' phases only these two ends come in this order for certain.
 FLOWS = {
-    "dispatch": ("dispatch.send", "begin", "dispatch.wait", "end"),
-    "combine": ("combine.send", "end", "combine.reduce", "begin"),
-    "low_latency_dispatch": ("low_latency_dispatch.send", "begin", "low_latency_dispatch.fan_out", "begin"),
-    "low_latency_combine": ("low_latency_combine.send", "begin", "low_latency_combine.reduce", "begin"),
+    "dispatch": ("dispatch.send", "dispatch.wait"),
+    "combine": ("combine.send", "combine"),
+    "low_latency_dispatch": ("low_latency_dispatch.send", "low_latency_dispatch.fan_out"),
+    "low_latency_combine": ("low_latency_combine.send", "low_latency_combine.reduce"),
 }
 
 Span = tuple[int, int, int, str]  # start_ns, end_ns, epoch, name
@@ -238,18 +238,17 @@ def _flows(
         for buffer in part["buffers"]:
             key = (buffer["group"], buffer["number"])
             for epoch, op, tokens in buffer["flows"]:
-                leaves, leaves_at, comes, comes_at = FLOWS[OPERATIONS[op]]
+                leaves, comes = FLOWS[OPERATIONS[op]]
                 sent = spans.get((key, buffer["rank"], epoch, leaves))
                 for to, num_tokens in enumerate(tokens):
                     came = spans.get((key, to, epoch, comes))
                     if to == buffer["rank"] or not num_tokens or sent is None or came is None:
                         continue
                     which = {"id": len(events) // 2, "name": "tokens", "cat": "flow"}
-                    ends = zip("sf", ((sent, leaves_at, buffer["rank"]), (came, comes_at, to)), strict=True)
-                    for kind, (span, edge, rank) in ends:
+                    # an arrow belongs to the slice that is open at its time: the very end is outside
+                    ends = (("s", sent[0], buffer["rank"]), ("f", max(came[0], came[1] - 1), to))
+                    for kind, ts, rank in ends:
                         process, thread = places[(key, rank)]
-                        # an arrow belongs to the slice that is open at its time: the very end is outside
-                        ts = span[0] if edge == "begin" else max(span[0], span[1] - 1)
                         event = {"ph": kind, **which, "pid": process, "tid": thread, "ts": ts}
                         events.append({**event, "args": {"tokens": num_tokens}})
                     events[-1]["bp"] = "e"

@@ -38,7 +38,19 @@ class Sent:
 
 
 def to_host(a: Any) -> np.ndarray:
-    return a.get() if hasattr(a, "get") else np.asarray(a)
+    if not hasattr(a, "get"):
+        return np.asarray(a)
+    # A copy that waits inside CUDA for a kernel keeps the copies of other threads waiting, and with them their ranks.
+    import cupy
+
+    cupy.cuda.get_current_stream().synchronize()
+    return a.get()
+
+
+def settle(buf: Any) -> None:
+    """Wait for the calls made so far: a GPU's count when they end. Local."""
+    if buf.backend == "nvshmem":
+        buf.capture().synchronize()
 
 
 def to_device(buf: Any, a: Any) -> Any:

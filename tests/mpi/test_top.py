@@ -8,7 +8,7 @@ import pytest
 
 import epcy
 from epcy import status, top
-from mpi.cases import draw, mine
+from mpi.cases import draw, mine, settle
 
 E = 4
 PAGES = pytest.mark.host_only("the host backend's status pages")
@@ -104,6 +104,7 @@ def test_metrics(comm, make_buffer):
     x, idx, weights = mine(buf, draw(3, comm.size, 8, num_experts=E * comm.size))
     r = buf.dispatch(x, idx, weights)
     buf.combine(r.recv_x, r.handle)
+    settle(buf)
     registry = client.CollectorRegistry()
     epcy.metrics.register(registry)
     text = client.generate_latest(registry).decode()

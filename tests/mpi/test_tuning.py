@@ -11,7 +11,7 @@ import pytest
 import epcy
 from epcy import calibrate, measured, model, tune
 from epcy.__main__ import Progress, main
-from mpi.cases import assert_bits, draw, mine
+from mpi.cases import assert_bits, draw, mine, settle
 
 E = 4
 SIZES = {"hidden": 512, "num_topk": 2}
@@ -67,6 +67,7 @@ def test_explain_without_calibration(comm, make_buffer):
     assert before.load.row_bytes == 1024 and before.load.num_ranks == comm.size
     assert "python -m epcy calibrate" in str(before)
     results(buf, draw(3, comm.size, 8, num_experts=E * comm.size))
+    settle(buf)
     after = buf.explain("combine", 16)
     assert after.num_measured == 1 and after.measured_us > 0 and "measured" in str(after)
 
