@@ -5,7 +5,8 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.cuda_low_latency cimport (
     epcy_low_latency_call, epcy_low_latency_combine, epcy_low_latency_dispatch, epcy_low_latency_handle)
-from epcy.backends.nvshmem cimport CudaEvent, NvshmemBackend
+from epcy.backends.cuda_event cimport CudaEvent
+from epcy.backends.nvshmem cimport NvshmemBackend
 from epcy.handle cimport LowLatencyHandle
 from epcy.layout cimport epcy_low_latency_area
 

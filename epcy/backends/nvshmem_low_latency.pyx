@@ -12,7 +12,8 @@ from epcy.backends.cuda cimport (
     EPCY_CUDA_TEXT_BYTES, epcy_cuda_event_wait, epcy_cuda_fetch, epcy_cuda_set_device)
 from epcy.backends.cuda_low_latency cimport *
 from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
-from epcy.backends.nvshmem cimport CudaEvent, NvshmemBackend
+from epcy.backends.cuda_event cimport CudaEvent
+from epcy.backends.nvshmem cimport NvshmemBackend
 from epcy.backends.symmetric cimport check
 from epcy.handle cimport LowLatencyHandle
 from epcy.layout cimport (
@@ -21,7 +22,7 @@ from epcy.layout cimport (
 import numpy as np
 
 from epcy.backends import verdicts
-from epcy.backends.nvshmem import Foreign
+from epcy.backends.cuda_event import Foreign
 from epcy.errors import NotSupportedError, StateError
 from epcy.status import OPERATIONS
 

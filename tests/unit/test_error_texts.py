@@ -109,7 +109,7 @@ EXCEPTIONS = {
 PASSED_ON = {
     "backends/host.pyx": ["CapacityError(text)", "PeerError(text, [rank])"],
     "backends/host_low_latency.pyx": ["HeapError(text)"],
-    "backends/nvshmem.pyx": [
+    "backends/nvshmem_waits.pyx": [
         "CapacityError(text)",
         "PeerError(text, [rank])",
         "PeerError(text.tobytes().partition(b'\\x00')[0].decode(errors='replace'), [rank])",
