@@ -314,6 +314,8 @@ def _refuse_low_latency_misfits(parser: argparse.ArgumentParser, given: Argument
             parser.error("argument CASE: overlap lives from hooks; give --mode ll")
         if given.num_calls % 2:
             parser.error(f"argument --calls: overlap has two micro-batches, got {given.num_calls} calls")
+        if given.graph:
+            parser.error("argument --graph: CuPy captures no matrix products; leave it out with overlap")
         if given.baseline:
             parser.error("argument --baseline: none has hooks to overlap by; leave it out with overlap")
     if "first-call" in given.cases and (given.graph or given.cached or given.baseline):

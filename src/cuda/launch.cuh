@@ -29,12 +29,15 @@ template <typename Kernel> int allow_shared(Kernel kernel) {
   return e;
 }
 
-// Whether the current device has what came with sm_90.
+// Whether this process's device, asked once, has what came with sm_90.
 inline bool is_sm_90() {
-  int device = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major >= 9;
+  static const bool yes = [] {
+    int device = 0, major = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    return major >= 9;
+  }();
+  return yes;
 }
 inline bool has_bulk_copies() { return is_sm_90(); } // and so needs their shared memory
 
