@@ -1,11 +1,14 @@
 """How long a call should take: a few measured constants, and the bytes and rows that follow from a shape.
 
-    time = fixed + lanes * lane + bytes of rows / rate(bytes) + elements that are cast * element
+    time = fixed + lanes * lane + bytes of rows / rate(bytes) + elements that are cast * element + bytes staged / rate
+    eager time = max(time, what the host takes)
 
 `fixed` is a call without tokens: launch, the exchange of counts, one-way latencies. The rate depends on how many bytes
 a call moves (what fits a cache moves faster), so it is measured at a few sizes, and between them it is on a line over
-the logarithm of the bytes. It grows with the SMs that a call has, up to what the links carry. Routing is taken for
-random: a token's K experts are distinct, all equally likely.
+the logarithm of the bytes. It grows with the SMs that a call has, up to what the links carry. What a combine brings
+back from an array of the caller's is staged first. A GPU works while the host launches, and looks at counts: an eager
+call lasts as long as the longer of both. Routing is taken for random: a token's K experts are distinct, all equally
+likely.
 """
 
 from __future__ import annotations
@@ -44,6 +47,10 @@ class Constants:
     most_gbps: float  # the links are full; both at the size where they were measured
     sizes_bytes: tuple[float, ...]  # row bytes of a call, ascending; those to the rank itself included
     gbps: tuple[float, ...]  # the rate at each size
+    stage_gbps: float = 0.0  # of rows that combine copies into the heap first; 0: not measured
+    host_us: float = (
+        0.0  # an eager call of whatever size takes no less: the host's part; 0 where calls are the host's
+    )
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class Load:
     row_bytes: int
     num_ranks: int
     num_cast: int = 0  # elements
+    rows_staged: float = 0.0  # that a combine copies into the heap before
 
     @property
     def bytes_to_peer(self) -> float:
@@ -80,13 +88,17 @@ def load_of(
     num_topk: int,
     row_bytes: int,
     num_cast: int = 0,
+    is_staged: bool = False,
 ) -> Load:
-    """Count what random routing moves. Local."""
+    """Count what random routing moves; `is_staged`: a combine, and its rows lie in an array of the caller's. Local."""
     local, lanes = num_experts // num_ranks, min(num_topk, num_experts)
     missed = comb(num_experts - local, lanes) / comb(num_experts, lanes)  # no lane of a token at a rank
     to_peer = num_tokens * (1 - missed)
     moved = to_peer * num_ranks if subject in OPERATIONS[:2] else num_tokens * lanes
-    return Load(num_tokens, num_tokens * num_topk, to_peer, moved, row_bytes, num_ranks, num_cast)
+    staged = (
+        moved if is_staged and subject == "combine" else 0.0
+    )  # the expert layout reads them where they lie
+    return Load(num_tokens, num_tokens * num_topk, to_peer, moved, row_bytes, num_ranks, num_cast, staged)
 
 
 def rate_gbps(constants: Constants, num_bytes: float, num_sms: int | None = None) -> float:
@@ -116,12 +128,15 @@ def predict(constants: Constants, load: Load, num_sms: int | None = None) -> dic
     }
     if load.num_cast:
         terms["cast"] = load.num_cast * constants.element_ps / 1e6
+    if load.rows_staged and constants.stage_gbps:
+        terms["stage"] = load.rows_staged * load.row_bytes / constants.stage_gbps / 1e3
     return terms
 
 
 def choose(constants: Constants, load: Load, most_sms: int) -> int:
     """Return the fewest SMs with which the call takes no more than 2 % longer than with any number. Local."""
-    us = {n: sum(predict(constants, load, n).values()) for n in {*SMS, most_sms} if n <= most_sms}
+    numbers = {n for n in (*SMS, most_sms) if n <= most_sms}
+    us = {n: max(constants.host_us, sum(predict(constants, load, n).values())) for n in numbers}
     least = min(us.values())
     return min(n for n in us if us[n] <= SLACK * least)
 
@@ -164,10 +179,14 @@ def stored(subject: str, backend: str, num_ranks: int, num_nodes: int) -> Consta
     """
     names: dict[str, type] = dict.fromkeys(Constants.__dataclass_fields__, float)
     names |= {"usual_sms": int, "sizes_bytes": list, "gbps": list}
+    later = {
+        name: names.pop(name) for name in ("stage_gbps", "host_us")
+    }  # files of an earlier version lack them
     key = measured.key_of(backend, num_ranks, num_nodes, subject)
-    entry = measured.get("calibration", key, names)
+    entry = measured.get("calibration", key, names, later)
     if entry is None:
         return None
+    names |= {name: of for name, of in later.items() if name in entry}
     values: dict[str, Any] = {
         name: tuple(entry[name]) if of is list else entry[name] for name, of in names.items()
     }
@@ -214,8 +233,8 @@ class Explanation:
     floor_us : float
         What the bytes alone would take at the best rate: None without calibration.
     terms_us : dict of str to float
-        Predicted time by term: "fixed", "lanes", "rows", and "cast" for fp8 of the low-latency mode; empty without
-        calibration.
+        Predicted time by term: "fixed", "lanes", "rows", "cast" for fp8 of the low-latency mode, and "stage" for a
+        combine that copies first; empty without calibration.
     measured_us : float or None
         Median of this Buffer's calls of the operation so far; None before the first.
     num_measured, mean_rows : int, float
@@ -226,6 +245,8 @@ class Explanation:
         its tokens fill.
     layout : str
         "rank" or "expert"; "slots" in the low-latency mode.
+    host_us : float
+        What the host takes of an eager call on a GPU, which therefore lasts no less; 0 on the host backend.
     """
 
     operation: str
@@ -237,10 +258,16 @@ class Explanation:
     mean_rows: float
     num_sms: int | None = None
     layout: str = "rank"
+    host_us: float = 0.0
 
     @property
     def predicted_us(self) -> float | None:
         return sum(self.terms_us.values()) if self.terms_us else None
+
+    @property
+    def eager_us(self) -> float | None:
+        """The predicted time of a call that is no part of a CUDA graph."""
+        return None if self.predicted_us is None else max(self.predicted_us, self.host_us)
 
     @property
     def dominant(self) -> str | None:
@@ -249,7 +276,8 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as JSON takes them. Local."""
-        return {**asdict(self), "predicted_us": self.predicted_us, "dominant": self.dominant}
+        more = {"predicted_us": self.predicted_us, "eager_us": self.eager_us, "dominant": self.dominant}
+        return asdict(self) | more
 
     def __str__(self) -> str:
         load = self.load
@@ -264,8 +292,10 @@ class Explanation:
             lines.append("  no prediction: run python -m epcy calibrate on as many ranks first")
         else:
             terms = "".join(f", {name} {us:.1f}" for name, us in self.terms_us.items())
+            host = f"; eager no less than {self.host_us:.1f}, the host's" if self.host_us else ""
+            floor = f"floor {self.floor_us:.1f}"
             lines.append(
-                f"  predicted {self.predicted_us:.1f} us: floor {self.floor_us:.1f}{terms}; most is {self.dominant}"
+                f"  predicted {self.predicted_us:.1f} us: {floor}{terms}; most is {self.dominant}{host}"
             )
         if self.measured_us is not None:
             times = f"{self.num_measured} calls of {self.mean_rows:.0f} rows on average"
@@ -290,4 +320,5 @@ def explain(
     counts = [kernels[name].count for name in OPERATIONS[::2] if name in kernels]
     mean = sum(rows) / sum(counts) if sum(counts) else 0.0
     us, num = (None, 0) if times is None else (times.p50_us, times.count)
-    return Explanation(op, load, floor, terms, us, num, mean, num_sms, layout)
+    host_us = 0.0 if constants is None else constants.host_us
+    return Explanation(op, load, floor, terms, us, num, mean, num_sms, layout, host_us)

@@ -83,12 +83,15 @@ class HostClock:
 class EventClock:
     """CUDA events on the current stream."""
 
-    def __init__(self, buf: epcy.Buffer, *, flush: bool, spin: bool, hidden: bool) -> None:
+    def __init__(
+        self, buf: epcy.Buffer, *, flush: bool, spin: bool, hidden: bool, spin_us: int = SPIN_US
+    ) -> None:
         """`hidden`: the launch is meant to be hidden by the spin, so a run that it was not is counted as late."""
         self.cupy, self.buf, self.hidden = buf.xp, buf, hidden
         self.stream = self.cupy.cuda.get_current_stream()
         self.dirt = self.cupy.empty(FLUSH_BYTES if flush else 0, np.uint8)
         self.spin = self.cupy.RawKernel(SPIN, "spin") if spin else None
+        self.spin_ns = np.uint64(spin_us * 1000)
         self.start, self.stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
 
     def open(self, work: Any) -> None:
@@ -112,7 +115,7 @@ class EventClock:
             )
         self.buf._align(self.stream)
         if self.spin is not None:
-            self.spin((1,), (1,), (np.uint64(SPIN_US * 1000),))
+            self.spin((1,), (1,), (self.spin_ns,))
         self.start.record(self.stream)
         begin = perf_counter()
         self.launch(work)
