@@ -24,13 +24,14 @@ __all__ = ["Calibration", "calibrate", "constants_of"]
 HIDDEN, NUM_TOPK, EXPERTS_A_RANK = 2048, 8, 16
 THIN_HIDDEN, THIN_TOKENS = 64, 2048  # rows of few bytes: what they take is lanes
 WAKE_TOKENS = 64  # of thin rows: enough that they are shared among threads
-# Of all rows of a call. A dispatch of the host backend goes another way from `stream_bytes` on: a size on either side.
-SIZES_BYTES = (3 << 16, 3 << 18, 3 << 20, 3 << 22, 3 << 23, 3 << 24)
+# Of all rows of a call; closer together where memory takes over from the caches. A dispatch of the host backend goes
+# another way from `stream_bytes` on: a size on either side.
+SIZES_BYTES = (3 << 16, 3 << 18, 3 << 20, 3 << 22, 17 << 20, 3 << 23, 17 << 21, 3 << 24)
 BESIDE = (0.985, 1.0)
-SMS_BYTES = SIZES_BYTES[-3]  # at which the number of SMs is changed
+SMS_BYTES = 3 << 22  # at which the number of SMs is changed
 SLOT_TOKENS = (3, 12, 48, 192, 256)  # of the low-latency mode; the last is its limit
 MOST_OVER = 1.5  # times the seconds: no other pass begins then
-PASSES = 3  # over all points of a Buffer; the best counts: other work on the machine comes and goes
+PASSES = 3  # over all points; the middle one counts: a machine has faster and slower minutes
 FP8_ROW_BYTES = HIDDEN + HIDDEN // 128 * 4
 
 HIGH_THROUGHPUT = (Kind("dispatch", "combine"), Kind("dispatch expert", "combine expert", "expert"))
@@ -79,7 +80,7 @@ def calibrate(
             if comm.bcast(time.monotonic() - start > seconds * MOST_OVER):
                 break
     found = {
-        subject: constants_of(points, run.usual.get(subject, 1)) for subject, points in run.points.items()
+        subject: constants_of(points, run.usual.get(subject, 1)) for subject, points in run.points().items()
     }
     if comm.rank == 0:
         for subject, constants in found.items():
@@ -105,8 +106,15 @@ class Calibration:
         """`seconds`: of each point."""
         self.comm, self.backend, self.seconds, self.step = comm, backend, seconds, step
         self.num_experts, self.num_nodes = EXPERTS_A_RANK * comm.size, 1
-        self.points: dict[str, Points] = {}
+        self.seen: dict[str, dict[str, tuple[Load, list[float]]]] = {}  # microseconds of each pass
         self.usual: dict[str, int] = {}  # SMs
+
+    def points(self) -> dict[str, Points]:
+        """Return what was measured: of all passes the middle one. Local."""
+        return {
+            subject: {name: (load, float(np.median(us))) for name, (load, us) in of.items()}
+            for subject, of in self.seen.items()
+        }
 
     def load(self, subject: str, hidden: int, num_tokens: int) -> Load:
         return load_of(subject, num_tokens, self.comm.size, self.num_experts, NUM_TOPK, hidden * 2)
@@ -130,7 +138,7 @@ class Calibration:
         return buf
 
     def take(self, buf: epcy.Buffer, kind: Kind, name: str, num_tokens: int) -> None:
-        """Measure one point of both subjects, and keep it where no earlier pass was faster. Collective, blocking."""
+        """Measure one point of both subjects. Collective, blocking."""
         self.step(f"{kind.there}, {name}")
         hidden = buf.options["hidden"]
         for subject, us in time_calls(buf, kind, num_tokens, NUM_TOPK, self.seconds).items():
@@ -141,8 +149,7 @@ class Calibration:
                 load = replace(load, rows_staged=load.rows_moved)
             if kind.use_fp8:
                 load = replace(load, row_bytes=FP8_ROW_BYTES, num_cast=num_tokens * hidden)
-            points = self.points.setdefault(subject, {})
-            points[name] = load, min(us, points[name][1] if name in points else us)
+            self.seen.setdefault(subject, {}).setdefault(name, (load, []))[1].append(us)
 
     def take_with(self, buf: epcy.Buffer, kind: Kind, name: str, num_tokens: int, num_sms: int) -> None:
         buf.set_num_sms(num_sms)
@@ -197,7 +204,7 @@ def constants_of(points: Points, usual_sms: int) -> Constants:
     fixed = points["fixed"][1]
     curve = [point for name, point in points.items() if name.endswith(" tokens")]
     thin, thin_us = points["thin"]
-    sizes = tuple(float(load.num_bytes) for load, _ in curve)
+    sizes = tuple(float(load.most_bytes) for load, _ in curve)
 
     def rate(load: Load, us: float, lane_ns: float) -> float:
         rows_us = max(us - fixed - load.num_lanes * lane_ns / 1e3, 0.05 * us)
@@ -208,7 +215,7 @@ def constants_of(points: Points, usual_sms: int) -> Constants:
     for _ in range(8):
         gbps = tuple(rate(load, us, constants.lane_ns) for load, us in curve)
         constants = replace(constants, gbps=gbps)
-        rest_us = thin_us - fixed - thin.num_bytes / rate_gbps(constants, thin.num_bytes) / 1e3
+        rest_us = thin_us - fixed - thin.num_bytes / rate_gbps(constants, thin.most_bytes) / 1e3
         constants = replace(constants, lane_ns=max(0.0, rest_us * 1e3 / thin.num_lanes))
     if "cast" in points:
         load, us = points["cast"]
@@ -228,6 +235,6 @@ def constants_of(points: Points, usual_sms: int) -> Constants:
     if by_sms:
         seen = {n: rate(load, us, constants.lane_ns) for n, (load, us) in by_sms.items()}
         few, many = min(seen), max(seen)
-        usual = rate_gbps(constants, by_sms[few][0].num_bytes)
+        usual = rate_gbps(constants, by_sms[few][0].most_bytes)
         constants = replace(constants, sm_gbps=seen[few] / few, most_gbps=max(usual, seen[few], seen[many]))
     return constants

@@ -45,7 +45,7 @@ class Constants:
     usual_sms: int  # that the rates are of
     sm_gbps: float  # what one SM adds to the rate, until
     most_gbps: float  # the links are full; both at the size where they were measured
-    sizes_bytes: tuple[float, ...]  # row bytes of a call, ascending; those to the rank itself included
+    sizes_bytes: tuple[float, ...]  # Load.most_bytes of a call, ascending; those to the rank itself included
     gbps: tuple[float, ...]  # the rate at each size
     stage_gbps: float = 0.0  # of rows that combine copies into the heap first; 0: not measured
     host_us: float = (
@@ -65,6 +65,9 @@ class Load:
     num_ranks: int
     num_cast: int = 0  # elements
     rows_staged: float = 0.0  # that a combine copies into the heap before
+    most_rows: int = (
+        0  # that could be moved: what a kernel goes by that chooses its way before it has counted
+    )
 
     @property
     def bytes_to_peer(self) -> float:
@@ -73,6 +76,10 @@ class Load:
     @property
     def num_bytes(self) -> float:
         return self.rows_moved * self.row_bytes
+
+    @property
+    def most_bytes(self) -> float:
+        return max(self.most_rows, self.rows_moved) * self.row_bytes
 
 
 def subject_of(op: str, layout: str) -> str:
@@ -98,11 +105,14 @@ def load_of(
     staged = (
         moved if is_staged and subject == "combine" else 0.0
     )  # the expert layout reads them where they lie
-    return Load(num_tokens, num_tokens * num_topk, to_peer, moved, row_bytes, num_ranks, num_cast, staged)
+    most = num_tokens * (min(num_topk, num_ranks) if subject in OPERATIONS[:2] else num_topk)
+    return Load(
+        num_tokens, num_tokens * num_topk, to_peer, moved, row_bytes, num_ranks, num_cast, staged, most
+    )
 
 
 def rate_gbps(constants: Constants, num_bytes: float, num_sms: int | None = None) -> float:
-    """Return the rate at which so many bytes move, with so many SMs. Local."""
+    """Return the rate at which so many bytes (of most_bytes) move, with so many SMs. Local."""
     c = constants
     at = bisect_right(c.sizes_bytes, num_bytes)
     if at == 0 or at == len(c.sizes_bytes):
@@ -119,7 +129,7 @@ def rate_gbps(constants: Constants, num_bytes: float, num_sms: int | None = None
 def predict(constants: Constants, load: Load, num_sms: int | None = None) -> dict[str, float]:
     """Return microseconds by term; with the usual number of SMs, or another one. Local."""
     num_sms = constants.usual_sms if num_sms is None else num_sms
-    rate = rate_gbps(constants, load.num_bytes, num_sms) if load.num_bytes else 1.0
+    rate = rate_gbps(constants, load.most_bytes, num_sms) if load.num_bytes else 1.0
     terms = {
         "fixed": constants.fixed_us
         + (constants.wake_us if num_sms > 1 == constants.usual_sms and load.num_tokens else 0.0),
