@@ -24,7 +24,8 @@ LOW_LATENCY_CALLS = 20  # back to back: one alone is too short for a clock
 LEAST_ROUNDS = 7
 SPIN_US = 1500  # hides the launch of so many calls
 
-Times = dict[str, float]  # microseconds by subject (model.SUBJECTS)
+# By subject (model.SUBJECTS): microseconds, and whether they are of rounds in which no rank lost its core.
+Times = dict[str, tuple[float, bool]]
 
 
 @dataclass(frozen=True)
@@ -184,5 +185,6 @@ def time_calls(
             times = summarize(gathered[:, :, 0], gathered[:, :, 1])
             if len(runs) - (times.num_disturbed or 0) >= LEAST_ROUNDS // 2:
                 break
-        found[subject] = times.us_min if times.us_undisturbed_p50 is None else times.us_undisturbed_p50
+        us = times.us_undisturbed_p50
+        found[subject] = (times.us_min, False) if us is None else (us, True)
     return found

@@ -10,9 +10,9 @@ from libc.stdint cimport int64_t, uint8_t, uintptr_t
 from epcy.errors import HeapError
 
 _heaps = weakref.WeakSet()      # of this process
-# Parts of two ranks that lie a multiple of 64 MiB and up to 8 MiB apart hinder each other: on AMD EPYC, where a token's
-# rows are read from both, a combine takes 2.5 times as long. Odd multiples of 8 MiB keep eight ranks' parts off that.
-APART_BYTES = 8 << 20
+# Parts of two ranks that begin a multiple of 64 MiB apart, give or take 8, hinder each other: on AMD EPYC, where a
+# token's rows are read from both, a combine takes up to 2.5 times as long.
+PERIOD_MIB, LEAST_MIB = 64, (12, 10, 9, 8)      # the best that can be had of these, for up to 8 ranks in a row
 
 
 cdef class Heap:
@@ -68,8 +68,9 @@ def apart(int64_t nbytes, int size):
 
     Local. Where memory is so short that the room itself would count, nothing is left between.
     """
-    cdef int64_t steps = -(-nbytes // <int64_t>APART_BYTES) | 1
-    cdef int64_t stride = steps * <int64_t>APART_BYTES
+    cdef int64_t first = (nbytes + (1 << 20) - 1) >> 20
+    stride = next((mib << 20 for least in LEAST_MIB for mib in range(first, first + PERIOD_MIB)
+                   if all([least <= k * mib % PERIOD_MIB <= PERIOD_MIB - least for k in range(1, min(size, 8))])))
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return nbytes
     try:

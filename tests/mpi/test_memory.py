@@ -53,11 +53,13 @@ def test_size_hint(comm, make_buffer, backend, shape):
 
 
 def test_parts_of_ranks_do_not_hinder_each_other():
-    """Of eight ranks no two parts lie up to 8 MiB behind a multiple of 64 MiB from one another."""
+    """Of up to eight ranks no two parts begin a multiple of 64 MiB, give or take 8, from one another."""
     for nbytes in (1, 8 * MIB, 8 * MIB + 1, 63 * MIB, 64 * MIB, 133 * MIB, 200 * MIB):
-        stride = window.apart(nbytes, 2)
-        assert nbytes <= stride < nbytes + 16 * MIB
-        assert all(8 * MIB <= k * stride % (64 * MIB) <= 56 * MIB for k in range(1, 8)), (nbytes, stride)
+        for size, least in ((2, 12), (4, 12), (5, 12), (6, 9), (7, 9), (8, 8), (12, 8)):
+            stride = window.apart(nbytes, size)
+            assert nbytes <= stride <= nbytes + 65 * MIB
+            apart = [k * stride % (64 * MIB) for k in range(1, min(size, 8))]
+            assert all(least * MIB <= one <= (64 - least) * MIB for one in apart), (nbytes, size, stride)
     assert window.apart(10**6, 10**9) == 10**6  # no room for anything between
 
 
