@@ -121,7 +121,10 @@ def measure(arguments: argparse.Namespace) -> int:
                     f"{g:.1f} ({n / 1e6:.1f} MB)" for n, g in zip(c.sizes_bytes, c.gbps, strict=True)
                 )
                 cast = f", {c.element_ps:.0f} ps an element cast to fp8" if c.element_ps else ""
-                say(f"{subject}: {c.fixed_us:.1f} us a call, {c.lane_ns:.2f} ns a lane{cast}; GB/s: {rates}")
+                staged = f", staged at {c.stage_gbps:.1f} GB/s" if c.stage_gbps else ""
+                host = f", the host {c.host_us:.1f} us" if c.host_us else ""
+                more = f"{c.lane_ns:.2f} ns a lane{cast}{staged}"
+                say(f"{subject}: {c.fixed_us:.1f} us a call{host}, {more}; GB/s: {rates}")
         else:
             sizes = {"hidden": arguments.hidden, "num_experts": arguments.experts, "num_topk": arguments.topk}
             tune.tune(
@@ -130,6 +133,8 @@ def measure(arguments: argparse.Namespace) -> int:
             )  # fmt: skip
     except EpcyError as error:
         say(f"epcy: {error}")
+        if comm.rank:  # it may be this rank's alone, and the others wait for it
+            sys.stderr.write(f"epcy: rank {comm.rank}: {error}\n")
         return 2
     finally:
         progress.close()

@@ -2,137 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
-import ml_dtypes
 import numpy as np
 
 from epcy import measured
 from epcy.model import Constants, Load, load_of, predict, rate_gbps
+from epcy.timed_calls import Kind, take_device, time_calls
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     import epcy
 
-__all__ = ["Kind", "Times", "calibrate", "time_calls"]
+__all__ = ["Calibration", "calibrate", "constants_of"]
 
 HIDDEN, NUM_TOPK, EXPERTS_A_RANK = 2048, 8, 16
 THIN_HIDDEN, THIN_TOKENS = 64, 2048  # rows of few bytes: what they take is lanes
 WAKE_TOKENS = 64  # of thin rows: enough that they are shared among threads
-# Of all rows of a call. A dispatch of the host backend goes another way from `stream_bytes` on: a size on either side.
-SIZES_BYTES = (3 << 16, 3 << 18, 3 << 20, 3 << 22, 3 << 23, 3 << 24)
+# Of all rows of a call; closer together where memory takes over from the caches. A dispatch of the host backend goes
+# another way from `stream_bytes` on: a size on either side.
+SIZES_BYTES = (3 << 16, 3 << 18, 3 << 20, 3 << 22, 17 << 20, 3 << 23, 17 << 21, 3 << 24)
 BESIDE = (0.985, 1.0)
-SMS_BYTES = SIZES_BYTES[-3]  # at which the number of SMs is changed
+SMS_BYTES = 3 << 22  # at which the number of SMs is changed
 SLOT_TOKENS = (3, 12, 48, 192, 256)  # of the low-latency mode; the last is its limit
-PASSES = 3  # over all points of a Buffer; the best counts: other work on the machine comes and goes
-ONE = 0x3F80  # in bfloat16
+MOST_OVER = 1.5  # times the seconds: no other pass begins then
+PASSES = 3  # over all points; the middle one counts: a machine has faster and slower minutes
 FP8_ROW_BYTES = HIDDEN + HIDDEN // 128 * 4
-
-Times = dict[str, float]  # microseconds by subject (model.SUBJECTS)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Calls that are timed together: a way to the experts and the way back."""
-
-    there: str  # subjects
-    back: str
-    layout: str = "rank"
-    is_low_latency: bool = False
-    use_fp8: bool = False
-
 
 HIGH_THROUGHPUT = (Kind("dispatch", "combine"), Kind("dispatch expert", "combine expert", "expert"))
 LOW_LATENCY = Kind("low_latency_dispatch", "low_latency_combine", "slots", is_low_latency=True)
-
-
-@dataclass(frozen=True)
-class Timed:
-    """What one round does: `prepare` before the clock starts, then `run`, which gives an event."""
-
-    prepare: Callable[[], object]
-    run: Callable[[], Any]
-
-
-def calls_of(buf: Any, kind: Kind, num_tokens: int, num_topk: int) -> dict[str, Timed]:
-    """Return what to time of a kind of calls, by subject: random routing, output as experts leave it. Collective."""
-    xp, rng = buf.xp, np.random.default_rng([7, buf.rank])
-    num_experts, hidden = buf.options["num_experts"], buf.options["hidden"]
-    drawn = rng.random((num_tokens, hidden), np.float32).astype(ml_dtypes.bfloat16)
-    # Bits: not every CuPy computes with bfloat16.
-    x = xp.asarray(drawn.view(np.uint16)).view(ml_dtypes.bfloat16)
-    idx = xp.asarray(np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :num_topk].astype(np.int64))
-    weights = xp.ones((num_tokens, num_topk), np.float32)
-    area: list[Any] = []
-    out = xp.empty(x.shape, ml_dtypes.bfloat16)  # kept: memory that is new would be timed too
-
-    if not kind.is_low_latency:
-        first = buf.dispatch(x, idx, weights, layout=kind.layout)
-        handle, scale = first.handle, weights if kind.layout == "expert" else None
-        rows = xp.full(first.recv_x.shape, ONE, np.uint16)
-
-        def fill() -> None:
-            area[:] = [buf.combine_input(handle)]
-            area[0].view(np.uint16)[...] = rows
-
-        return {
-            kind.there: Timed(lambda: None, lambda: buf.dispatch(x, idx, weights, layout=kind.layout).event),
-            kind.back: Timed(fill, lambda: buf.combine(area[0], handle, scale, out=out).event),
-        }
-
-    def dispatch() -> Any:
-        return buf.low_latency_dispatch(x, idx, weights, use_fp8=kind.use_fp8)
-
-    def bring() -> None:
-        _, recv_count, handle, _, _ = dispatch()
-        area[:] = [buf.low_latency_combine_input(handle), handle]
-        if xp is np:  # on a GPU a look at the counts would wait
-            for expert, count in enumerate(recv_count.tolist()):
-                area[0].view(np.uint16)[expert, :count] = ONE
-        else:
-            area[0].view(np.uint16).fill(ONE)
-
-    return {
-        kind.there: Timed(lambda: None, lambda: dispatch()[3]),
-        kind.back: Timed(
-            bring, lambda: buf.low_latency_combine(area[0], None, None, area[1], zero_copy=True, out=out)[1]
-        ),
-    }
-
-
-def time_calls(
-    buf: Any, kind: Kind, num_tokens: int, num_topk: int, seconds: float, warmup: int = 3
-) -> Times:
-    """Return the microseconds of a dispatch and of a combine of random routing, the slowest rank's.
-
-    The tenth percentile: what they take where other work on the machine leaves them alone. Collective, blocking, for
-    about `seconds`; the number of rounds is the same on all ranks.
-    """
-
-    def rounds(timed: Timed, num_rounds: int) -> list[float]:
-        us = []
-        for _ in range(num_rounds):
-            timed.prepare()
-            buf.barrier()
-            start = time.perf_counter()
-            timed.run().synchronize()
-            us.append((time.perf_counter() - start) * 1e6)
-        return us
-
-    found: Times = {}
-    for subject, timed in calls_of(buf, kind, num_tokens, num_topk).items():
-        rounds(timed, warmup)
-        start = time.perf_counter()
-        rounds(timed, 3)
-        each = buf.comm.allreduce(time.perf_counter() - start) / buf.size / 3
-        us = rounds(timed, max(5, min(300, int(seconds / 2 / max(each, 1e-6)))))
-        slowest = np.array(buf.comm.allgather(us)).max(axis=0)  # a round is as long as on its slowest rank
-        found[subject] = float(np.percentile(slowest, 10))
-    return found
 
 
 Points = dict[str, tuple[Load, float]]  # by name: what was moved, and the microseconds that it took
@@ -146,7 +49,7 @@ def calibrate(
 ) -> dict[str, Constants]:
     """Measure, and keep what was measured in the user's cache folder (rank 0 writes).
 
-    Collective, blocking, for about `seconds`.
+    Collective, blocking, for about `seconds`; longer where one pass takes longer, as with ranks that share a GPU.
 
     Parameters
     ----------
@@ -168,11 +71,16 @@ def calibrate(
     """
     kinds = (*HIGH_THROUGHPUT, LOW_LATENCY)
     run = Calibration(comm, backend, seconds / PASSES / sum(map(most_points, kinds)), step)
-    for _ in range(PASSES):
-        for kind in kinds:
-            run.measure(kind)
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        run.backend = take_device(comm, backend, stack)
+        for _ in range(PASSES):
+            for kind in kinds:
+                run.measure(kind)
+            if comm.bcast(time.monotonic() - start > seconds * MOST_OVER):
+                break
     found = {
-        subject: constants_of(points, run.usual.get(subject, 1)) for subject, points in run.points.items()
+        subject: constants_of(points, run.usual.get(subject, 1)) for subject, points in run.points().items()
     }
     if comm.rank == 0:
         for subject, constants in found.items():
@@ -184,8 +92,9 @@ def calibrate(
 def most_points(kind: Kind) -> int:
     """Count the points that `Calibration.measure` takes of a kind; a backend or a machine may have fewer. Local."""
     if kind.is_low_latency:
-        return len(("thin", "fixed", "cast")) + len(SLOT_TOKENS[:-1])
-    return len(("thin", "asleep", "awake", "fixed", "few", "many")) + len(SIZES_BYTES) + len(BESIDE)
+        return len(("thin", "fixed", "host", "cast")) + len(SLOT_TOKENS[:-1])
+    others = ("thin", "asleep", "awake", "fixed", "host", "few", "many", "staged")
+    return len(others) + len(SIZES_BYTES) + len(BESIDE)
 
 
 class Calibration:
@@ -197,8 +106,20 @@ class Calibration:
         """`seconds`: of each point."""
         self.comm, self.backend, self.seconds, self.step = comm, backend, seconds, step
         self.num_experts, self.num_nodes = EXPERTS_A_RANK * comm.size, 1
-        self.points: dict[str, Points] = {}
+        self.seen: dict[str, dict[str, tuple[Load, list[tuple[float, bool]]]]] = {}  # the times of each pass
         self.usual: dict[str, int] = {}  # SMs
+
+    def points(self) -> dict[str, Points]:
+        """Return what was measured: of the undisturbed passes the middle one, else the fastest. Local."""
+
+        def one(times: list[tuple[float, bool]]) -> float:
+            undisturbed = [us for us, is_undisturbed in times if is_undisturbed]
+            return float(np.median(undisturbed)) if undisturbed else min(us for us, _ in times)
+
+        return {
+            subject: {name: (load, one(times)) for name, (load, times) in of.items()}
+            for subject, of in self.seen.items()
+        }
 
     def load(self, subject: str, hidden: int, num_tokens: int) -> Load:
         return load_of(subject, num_tokens, self.comm.size, self.num_experts, NUM_TOPK, hidden * 2)
@@ -222,17 +143,18 @@ class Calibration:
         return buf
 
     def take(self, buf: epcy.Buffer, kind: Kind, name: str, num_tokens: int) -> None:
-        """Measure one point of both subjects, and keep it where no earlier pass was faster. Collective, blocking."""
+        """Measure one point of both subjects. Collective, blocking."""
         self.step(f"{kind.there}, {name}")
         hidden = buf.options["hidden"]
         for subject, us in time_calls(buf, kind, num_tokens, NUM_TOPK, self.seconds).items():
             load = self.load(subject, hidden, num_tokens)
+            if (kind.use_fp8 and subject == kind.back) or (kind.from_array and subject == kind.there):
+                continue
+            if kind.from_array:
+                load = replace(load, rows_staged=load.rows_moved)
             if kind.use_fp8:
-                if subject == kind.back:
-                    continue
                 load = replace(load, row_bytes=FP8_ROW_BYTES, num_cast=num_tokens * hidden)
-            points = self.points.setdefault(subject, {})
-            points[name] = load, min(us, points[name][1] if name in points else us)
+            self.seen.setdefault(subject, {}).setdefault(name, (load, []))[1].append(us)
 
     def take_with(self, buf: epcy.Buffer, kind: Kind, name: str, num_tokens: int, num_sms: int) -> None:
         buf.set_num_sms(num_sms)
@@ -250,17 +172,23 @@ class Calibration:
                 self.usual[kind.back] = buf._num_blocks("combine", kind.layout)
             self.take(buf, kind, "thin", thin_tokens)
             changes_sms = num_sms > 1 and not kind.is_low_latency
-            if changes_sms:
+            if changes_sms and is_host:
                 self.take(buf, kind, "asleep", WAKE_TOKENS)
                 self.take_with(buf, kind, "awake", WAKE_TOKENS, num_sms)
         with self.buffer(kind, HIDDEN, 0) as buf:
             self.take(buf, kind, "fixed", 0)
+            if not is_host:
+                self.take(buf, replace(kind, waits=True), "host", 0)
         for num_tokens in self.sizes(kind, jump):
             with self.buffer(kind, HIDDEN, num_tokens) as buf:
                 self.take(buf, kind, f"{num_tokens} tokens", num_tokens)
                 if kind.is_low_latency and num_tokens == SLOT_TOKENS[-2]:
                     self.take(buf, replace(kind, use_fp8=True), "cast", num_tokens)
-                if changes_sms and num_tokens == self.tokens_of(kind.there, SMS_BYTES):
+                if kind.is_low_latency or num_tokens != self.tokens_of(kind.there, SMS_BYTES):
+                    continue
+                if kind.layout == "rank":
+                    self.take(buf, replace(kind, from_array=True), "staged", num_tokens)
+                if changes_sms:
                     few = 1 if is_host else max(4, self.comm.size)
                     for name, number in (("few", few), ("many", num_sms)):
                         self.take_with(buf, kind, f"{name} {number}", num_tokens, number)
@@ -281,7 +209,7 @@ def constants_of(points: Points, usual_sms: int) -> Constants:
     fixed = points["fixed"][1]
     curve = [point for name, point in points.items() if name.endswith(" tokens")]
     thin, thin_us = points["thin"]
-    sizes = tuple(float(load.num_bytes) for load, _ in curve)
+    sizes = tuple(float(load.most_bytes) for load, _ in curve)
 
     def rate(load: Load, us: float, lane_ns: float) -> float:
         rows_us = max(us - fixed - load.num_lanes * lane_ns / 1e3, 0.05 * us)
@@ -292,12 +220,18 @@ def constants_of(points: Points, usual_sms: int) -> Constants:
     for _ in range(8):
         gbps = tuple(rate(load, us, constants.lane_ns) for load, us in curve)
         constants = replace(constants, gbps=gbps)
-        rest_us = thin_us - fixed - thin.num_bytes / rate_gbps(constants, thin.num_bytes) / 1e3
+        rest_us = thin_us - fixed - thin.num_bytes / rate_gbps(constants, thin.most_bytes) / 1e3
         constants = replace(constants, lane_ns=max(0.0, rest_us * 1e3 / thin.num_lanes))
     if "cast" in points:
         load, us = points["cast"]
         rest_us = us - sum(predict(constants, replace(load, num_cast=0)).values())
         constants = replace(constants, element_ps=max(0.0, rest_us * 1e6 / load.num_cast))
+    if "staged" in points:
+        load, us = points["staged"]
+        rest_us = us - sum(predict(constants, load).values())
+        constants = replace(constants, stage_gbps=load.num_bytes / max(rest_us, 0.01 * us) / 1e3)
+    if "host" in points:
+        constants = replace(constants, host_us=points["host"][1])
     if "awake" in points and usual_sms == 1:
         constants = replace(constants, wake_us=max(0.0, points["awake"][1] - points["asleep"][1]))
     by_sms = {
@@ -306,6 +240,6 @@ def constants_of(points: Points, usual_sms: int) -> Constants:
     if by_sms:
         seen = {n: rate(load, us, constants.lane_ns) for n, (load, us) in by_sms.items()}
         few, many = min(seen), max(seen)
-        usual = rate_gbps(constants, by_sms[few][0].num_bytes)
+        usual = rate_gbps(constants, by_sms[few][0].most_bytes)
         constants = replace(constants, sm_gbps=seen[few] / few, most_gbps=max(usual, seen[few], seen[many]))
     return constants

@@ -1,11 +1,14 @@
 """How long a call should take: a few measured constants, and the bytes and rows that follow from a shape.
 
-    time = fixed + lanes * lane + bytes of rows / rate(bytes) + elements that are cast * element
+    time = fixed + lanes * lane + bytes of rows / rate(bytes) + elements that are cast * element + bytes staged / rate
+    eager time = max(time, what the host takes)
 
 `fixed` is a call without tokens: launch, the exchange of counts, one-way latencies. The rate depends on how many bytes
 a call moves (what fits a cache moves faster), so it is measured at a few sizes, and between them it is on a line over
-the logarithm of the bytes. It grows with the SMs that a call has, up to what the links carry. Routing is taken for
-random: a token's K experts are distinct, all equally likely.
+the logarithm of the bytes. It grows with the SMs that a call has, up to what the links carry. What a combine brings
+back from an array of the caller's is staged first. A GPU works while the host launches, and looks at counts: an eager
+call lasts as long as the longer of both. Routing is taken for random: a token's K experts are distinct, all equally
+likely.
 """
 
 from __future__ import annotations
@@ -42,8 +45,12 @@ class Constants:
     usual_sms: int  # that the rates are of
     sm_gbps: float  # what one SM adds to the rate, until
     most_gbps: float  # the links are full; both at the size where they were measured
-    sizes_bytes: tuple[float, ...]  # row bytes of a call, ascending; those to the rank itself included
+    sizes_bytes: tuple[float, ...]  # Load.most_bytes of a call, ascending; those to the rank itself included
     gbps: tuple[float, ...]  # the rate at each size
+    stage_gbps: float = 0.0  # of rows that combine copies into the heap first; 0: not measured
+    host_us: float = (
+        0.0  # an eager call of whatever size takes no less: the host's part; 0 where calls are the host's
+    )
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,10 @@ class Load:
     row_bytes: int
     num_ranks: int
     num_cast: int = 0  # elements
+    rows_staged: float = 0.0  # that a combine copies into the heap before
+    most_rows: int = (
+        0  # that could be moved: what a kernel goes by that chooses its way before it has counted
+    )
 
     @property
     def bytes_to_peer(self) -> float:
@@ -65,6 +76,10 @@ class Load:
     @property
     def num_bytes(self) -> float:
         return self.rows_moved * self.row_bytes
+
+    @property
+    def most_bytes(self) -> float:
+        return max(self.most_rows, self.rows_moved) * self.row_bytes
 
 
 def subject_of(op: str, layout: str) -> str:
@@ -80,17 +95,24 @@ def load_of(
     num_topk: int,
     row_bytes: int,
     num_cast: int = 0,
+    is_staged: bool = False,
 ) -> Load:
-    """Count what random routing moves. Local."""
+    """Count what random routing moves; `is_staged`: a combine, and its rows lie in an array of the caller's. Local."""
     local, lanes = num_experts // num_ranks, min(num_topk, num_experts)
     missed = comb(num_experts - local, lanes) / comb(num_experts, lanes)  # no lane of a token at a rank
     to_peer = num_tokens * (1 - missed)
     moved = to_peer * num_ranks if subject in OPERATIONS[:2] else num_tokens * lanes
-    return Load(num_tokens, num_tokens * num_topk, to_peer, moved, row_bytes, num_ranks, num_cast)
+    staged = (
+        moved if is_staged and subject == "combine" else 0.0
+    )  # the expert layout reads them where they lie
+    most = num_tokens * (min(num_topk, num_ranks) if subject in OPERATIONS[:2] else num_topk)
+    return Load(
+        num_tokens, num_tokens * num_topk, to_peer, moved, row_bytes, num_ranks, num_cast, staged, most
+    )
 
 
 def rate_gbps(constants: Constants, num_bytes: float, num_sms: int | None = None) -> float:
-    """Return the rate at which so many bytes move, with so many SMs. Local."""
+    """Return the rate at which so many bytes (of most_bytes) move, with so many SMs. Local."""
     c = constants
     at = bisect_right(c.sizes_bytes, num_bytes)
     if at == 0 or at == len(c.sizes_bytes):
@@ -107,7 +129,7 @@ def rate_gbps(constants: Constants, num_bytes: float, num_sms: int | None = None
 def predict(constants: Constants, load: Load, num_sms: int | None = None) -> dict[str, float]:
     """Return microseconds by term; with the usual number of SMs, or another one. Local."""
     num_sms = constants.usual_sms if num_sms is None else num_sms
-    rate = rate_gbps(constants, load.num_bytes, num_sms) if load.num_bytes else 1.0
+    rate = rate_gbps(constants, load.most_bytes, num_sms) if load.num_bytes else 1.0
     terms = {
         "fixed": constants.fixed_us
         + (constants.wake_us if num_sms > 1 == constants.usual_sms and load.num_tokens else 0.0),
@@ -116,12 +138,15 @@ def predict(constants: Constants, load: Load, num_sms: int | None = None) -> dic
     }
     if load.num_cast:
         terms["cast"] = load.num_cast * constants.element_ps / 1e6
+    if load.rows_staged and constants.stage_gbps:
+        terms["stage"] = load.rows_staged * load.row_bytes / constants.stage_gbps / 1e3
     return terms
 
 
 def choose(constants: Constants, load: Load, most_sms: int) -> int:
     """Return the fewest SMs with which the call takes no more than 2 % longer than with any number. Local."""
-    us = {n: sum(predict(constants, load, n).values()) for n in {*SMS, most_sms} if n <= most_sms}
+    numbers = {n for n in (*SMS, most_sms) if n <= most_sms}
+    us = {n: max(constants.host_us, sum(predict(constants, load, n).values())) for n in numbers}
     least = min(us.values())
     return min(n for n in us if us[n] <= SLACK * least)
 
@@ -164,10 +189,14 @@ def stored(subject: str, backend: str, num_ranks: int, num_nodes: int) -> Consta
     """
     names: dict[str, type] = dict.fromkeys(Constants.__dataclass_fields__, float)
     names |= {"usual_sms": int, "sizes_bytes": list, "gbps": list}
+    later = {
+        name: names.pop(name) for name in ("stage_gbps", "host_us")
+    }  # files of an earlier version lack them
     key = measured.key_of(backend, num_ranks, num_nodes, subject)
-    entry = measured.get("calibration", key, names)
+    entry = measured.get("calibration", key, names, later)
     if entry is None:
         return None
+    names |= {name: of for name, of in later.items() if name in entry}
     values: dict[str, Any] = {
         name: tuple(entry[name]) if of is list else entry[name] for name, of in names.items()
     }
@@ -214,8 +243,8 @@ class Explanation:
     floor_us : float
         What the bytes alone would take at the best rate: None without calibration.
     terms_us : dict of str to float
-        Predicted time by term: "fixed", "lanes", "rows", and "cast" for fp8 of the low-latency mode; empty without
-        calibration.
+        Predicted time by term: "fixed", "lanes", "rows", "cast" for fp8 of the low-latency mode, and "stage" for a
+        combine that copies first; empty without calibration.
     measured_us : float or None
         Median of this Buffer's calls of the operation so far; None before the first.
     num_measured, mean_rows : int, float
@@ -226,6 +255,8 @@ class Explanation:
         its tokens fill.
     layout : str
         "rank" or "expert"; "slots" in the low-latency mode.
+    host_us : float
+        What the host takes of an eager call on a GPU, which therefore lasts no less; 0 on the host backend.
     """
 
     operation: str
@@ -237,10 +268,16 @@ class Explanation:
     mean_rows: float
     num_sms: int | None = None
     layout: str = "rank"
+    host_us: float = 0.0
 
     @property
     def predicted_us(self) -> float | None:
         return sum(self.terms_us.values()) if self.terms_us else None
+
+    @property
+    def eager_us(self) -> float | None:
+        """The predicted time of a call that is no part of a CUDA graph."""
+        return None if self.predicted_us is None else max(self.predicted_us, self.host_us)
 
     @property
     def dominant(self) -> str | None:
@@ -249,7 +286,8 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as JSON takes them. Local."""
-        return {**asdict(self), "predicted_us": self.predicted_us, "dominant": self.dominant}
+        more = {"predicted_us": self.predicted_us, "eager_us": self.eager_us, "dominant": self.dominant}
+        return asdict(self) | more
 
     def __str__(self) -> str:
         load = self.load
@@ -264,8 +302,10 @@ class Explanation:
             lines.append("  no prediction: run python -m epcy calibrate on as many ranks first")
         else:
             terms = "".join(f", {name} {us:.1f}" for name, us in self.terms_us.items())
+            host = f"; eager no less than {self.host_us:.1f}, the host's" if self.host_us else ""
+            floor = f"floor {self.floor_us:.1f}"
             lines.append(
-                f"  predicted {self.predicted_us:.1f} us: floor {self.floor_us:.1f}{terms}; most is {self.dominant}"
+                f"  predicted {self.predicted_us:.1f} us: {floor}{terms}; most is {self.dominant}{host}"
             )
         if self.measured_us is not None:
             times = f"{self.num_measured} calls of {self.mean_rows:.0f} rows on average"
@@ -290,4 +330,5 @@ def explain(
     counts = [kernels[name].count for name in OPERATIONS[::2] if name in kernels]
     mean = sum(rows) / sum(counts) if sum(counts) else 0.0
     us, num = (None, 0) if times is None else (times.p50_us, times.count)
-    return Explanation(op, load, floor, terms, us, num, mean, num_sms, layout)
+    host_us = 0.0 if constants is None else constants.host_us
+    return Explanation(op, load, floor, terms, us, num, mean, num_sms, layout, host_us)

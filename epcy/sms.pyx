@@ -75,7 +75,7 @@ cdef class SmsPlan(LowLatencyCalls):
             self._backend.use_sms(num_sms)
         return num_sms
 
-    def explain(self, op, num_tokens, *, dtype=None, layout="rank", num_sms=None):
+    def explain(self, op, num_tokens, *, dtype=None, layout="rank", num_sms=None, is_staged=False):
         """Tell what a call moves and how long it should take, by term, and how long such calls took.
 
         Local. The prediction needs constants of this machine and topology: `mpiexec -n R python -m epcy calibrate`.
@@ -92,6 +92,9 @@ cdef class SmsPlan(LowLatencyCalls):
             Of dispatch and combine.
         num_sms : int, optional
             What the call has; default what it would get.
+        is_staged : bool
+            Whether the rows of a combine lie in an array of the caller's, and not where `combine_input` or dispatch put
+            them: they are copied first.
 
         Returns
         -------
@@ -118,7 +121,8 @@ cdef class SmsPlan(LowLatencyCalls):
             raise ArgumentError(f"layout: expected 'rank' or 'expert', got {layout!r} (rank {self.rank})")
         subject, row_bytes = model.subject_of(op, layout), int(self._hidden * widths[dtype or self.options["dtype"]])
         num_cast = num_tokens * self._hidden if dtype == "fp8" and op == "low_latency_dispatch" else 0
-        load = model.load_of(subject, num_tokens, self.size, self._num_experts, self._num_topk, row_bytes, num_cast)
+        load = model.load_of(subject, num_tokens, self.size, self._num_experts, self._num_topk, row_bytes, num_cast,
+                             bool(is_staged))
         constants = model.stored(subject, self.backend, self.size, self.topology.num_nodes)
         if num_sms is None and op in model.OPERATIONS[:2]:
             num_sms = None if self._plan is None else self._plan.num_sms(subject, num_tokens)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,6 +79,52 @@ def candidates(knob: str, backend: str, cores_a_rank: int, usual: int) -> list[i
     return [usual, *(value for value in others[knob] if value != usual)]
 
 
+class HostMarks:
+    """Points of a step by the host's timer."""
+
+    def __init__(self, buf: Any) -> None:
+        self.buf = buf
+        self.at: list[float] = []
+
+    def begin(self) -> None:
+        """Begin a step on all ranks at once. Collective, blocking."""
+        self.buf.barrier()
+        self.at = [time.perf_counter()]
+
+    def mark(self) -> None:
+        self.at.append(time.perf_counter())
+
+    def read(self) -> tuple[float, ...]:
+        """Return the microseconds between points."""
+        return tuple(1e6 * (end - start) for start, end in pairwise(self.at))
+
+
+class EventMarks:
+    """Points of a step by events on the current stream: the host looks at them when the step is over."""
+
+    def __init__(self, buf: Any) -> None:
+        self.buf, self.cuda = buf, buf.xp.cuda
+        self.stream = self.cuda.get_current_stream()
+        self.events = [self.cuda.Event() for _ in range(len(PARTS) + 1)]
+        self.num_marks = 0
+
+    def begin(self) -> None:
+        """Begin a step on all ranks at once. Collective, stream-ordered."""
+        self.buf._align(self.stream)
+        self.num_marks = 0
+        self.mark()
+
+    def mark(self) -> None:
+        self.events[self.num_marks].record(self.stream)
+        self.num_marks += 1
+
+    def read(self) -> tuple[float, ...]:
+        """Return the microseconds between points. Blocking."""
+        self.stream.synchronize()
+        elapsed = self.cuda.get_elapsed_time
+        return tuple(1e3 * elapsed(start, end) for start, end in pairwise(self.events))
+
+
 @dataclass
 class Step:
     """A dispatch, experts that read every row and write as many, and a combine, with random routing."""
@@ -91,25 +139,20 @@ class Step:
         x = rng.random((self.num_tokens, options["hidden"]), np.float32)
         self.x = xp.asarray(x.astype(np.float16))
         self.weights = xp.ones((self.num_tokens, options["num_topk"]), np.float32)
+        self.marks = HostMarks(self.buf) if xp is np else EventMarks(self.buf)
 
     def run(self) -> tuple[float, ...]:
         """Return the microseconds of each part. Collective, blocking."""
-        buf, marks = self.buf, []
-        buf.barrier()
-
-        def mark() -> None:
-            buf.capture().synchronize()
-            marks.append(time.perf_counter())
-
-        mark()
+        buf, marks = self.buf, self.marks
+        marks.begin()
         r = buf.dispatch(self.x, self.idx, self.weights)
-        mark()
+        marks.mark()
         y = buf.combine_input(r.handle, np.float16)
         y[...] = r.recv_x
-        mark()
+        marks.mark()
         buf.combine(y, r.handle)
-        mark()
-        return tuple(1e6 * (end - start) for start, end in zip(marks, marks[1:], strict=False))
+        marks.mark()
+        return marks.read()
 
     def measure(self, seconds: float) -> dict[str, float]:
         """Return the median of each part, each the slowest rank's. Collective, blocking, for about `seconds`."""
@@ -160,13 +203,16 @@ def tune(
         Microseconds by knob, value and part: "dispatch", "experts", "combine".
     """
     import epcy
+    from epcy.timed_calls import take_device  # here: every Buffer imports this module
 
     start = time.monotonic()
     found: Found = {}
     environ = os.environ
     mine = {n for n in KNOBS if options.get(n) is not None or environ.get(str(BY_NAME[n].env))}
     options = {"num_max_tokens_per_rank": num_tokens, "dtype": "float16", **options, "preinitialize": True}
-    with epcy.Buffer(comm, **options) as buf:
+    with contextlib.ExitStack() as stack:
+        take_device(comm, options.get("backend"), stack)
+        buf = stack.enter_context(epcy.Buffer(comm, **options))
         cores = max(1, min(buf.topology.cpus_per_node) // max(buf.topology.ranks_per_node))
         best = {name: buf.options[name] for name in knobs_of(buf.backend)}
         given = set().union(*buf.comm.allgather(mine))

@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 import epcy
 from epcy.bench import draws
-from epcy.bench.measure import Array, Times, summarize
+from epcy.bench.measure import Array, Times, count_core_losses, summarize
 
 FLUSH_BYTES = 256 * 2**20
 SPIN_US = 100
@@ -38,11 +38,15 @@ extern "C" __global__ void spin(unsigned long long ns) {
 
 @dataclass(frozen=True)
 class Run:
-    """One run on one rank: microseconds a call on the device and on the host; `late`: begun before it was launched."""
+    """One run on one rank: microseconds a call on the device and on the host; `late`: begun before it was launched.
+
+    `num_core_losses`: how often other work had the rank's core; None where the host's time is not what counts.
+    """
 
     us: float
     host_us: float
     late: bool = False
+    num_core_losses: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,23 +76,28 @@ class HostClock:
 
     def run(self, work: Any) -> Run:
         """Time a work's calls once. Collective, blocking."""
+        losses = count_core_losses()  # before the others go: one that is late holds them up
         self.buf.barrier()
         start = perf_counter()
         work.issue()
         us = (perf_counter() - start) * 1e6 / work.num_calls
+        losses = count_core_losses() - losses
         work.collect()
-        return Run(us, us)
+        return Run(us, us, num_core_losses=losses)
 
 
 class EventClock:
     """CUDA events on the current stream."""
 
-    def __init__(self, buf: epcy.Buffer, *, flush: bool, spin: bool, hidden: bool) -> None:
+    def __init__(
+        self, buf: epcy.Buffer, *, flush: bool, spin: bool, hidden: bool, spin_us: int = SPIN_US
+    ) -> None:
         """`hidden`: the launch is meant to be hidden by the spin, so a run that it was not is counted as late."""
         self.cupy, self.buf, self.hidden = buf.xp, buf, hidden
         self.stream = self.cupy.cuda.get_current_stream()
         self.dirt = self.cupy.empty(FLUSH_BYTES if flush else 0, np.uint8)
         self.spin = self.cupy.RawKernel(SPIN, "spin") if spin else None
+        self.spin_ns = np.uint64(spin_us * 1000)
         self.start, self.stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
 
     def open(self, work: Any) -> None:
@@ -112,7 +121,7 @@ class EventClock:
             )
         self.buf._align(self.stream)
         if self.spin is not None:
-            self.spin((1,), (1,), (np.uint64(SPIN_US * 1000),))
+            self.spin((1,), (1,), (self.spin_ns,))
         self.start.record(self.stream)
         begin = perf_counter()
         self.launch(work)
@@ -179,6 +188,7 @@ def time_work(
 ) -> Measured:
     """Time a work's calls on every rank, and check every run, the warm-up included. Collective, blocking."""
     us: Array = np.empty((2, runs))
+    lost: Array = np.zeros(runs, np.int64)
     wrong = num_late = 0
     clock.open(work)
     collecting = gc.isenabled()
@@ -193,13 +203,14 @@ def time_work(
             if index >= 0:
                 us[:, index] = run.us, run.host_us
                 num_late += run.late
+                lost[index] = run.num_core_losses or 0
     finally:
         if collecting:
             gc.enable()
     gathered = np.array(comm.allgather(us))
     hidden = isinstance(clock, EventClock) and clock.hidden
     return Measured(
-        summarize(gathered[:, 0]),
+        summarize(gathered[:, 0], np.array(comm.allgather(lost)) if isinstance(clock, HostClock) else None),
         summarize(gathered[:, 1]).us_p50,
         comm.allreduce(num_late) if hidden else None,
         comm.allreduce(wrong) if check else None,

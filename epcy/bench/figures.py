@@ -45,6 +45,8 @@ def figures(
         "us_min": times.us_min,
         "us_p50": times.us_p50,
         "us_p99": times.us_p99,
+        "us_undisturbed_p50": times.us_undisturbed_p50,
+        "num_disturbed": times.num_disturbed,
         "bytes_wire": round(moved.wire),
         "gbps_wire": gbps_wire,
         "bytes_moved": round(moved.moved),

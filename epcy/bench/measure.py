@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import resource
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -31,21 +32,37 @@ class Timed:
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of a set of runs, each the maximum over ranks."""
+    """Microseconds of a set of runs, each the maximum over ranks.
+
+    A run is disturbed where the system took a rank's core away for other work. On the host backend that is counted.
+    """
 
     us_min: float
     us_p50: float
     us_p99: float
+    us_undisturbed_p50: float | None = None  # None where all were, or nobody counted
+    num_disturbed: int | None = None
 
 
-def summarize(us: Array) -> Times:
+def count_core_losses() -> int:
+    """Count how often the system has taken a core from this process. Local."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def summarize(us: Array, lost: Array | None = None) -> Times:
     """Reduce (R, runs) microseconds: the slowest rank of each run, then the percentiles over runs.
 
-    Local. The p99 is a time that occurred (no interpolation), so with fewer than 100 runs it is the maximum.
+    Local. The p99 is a time that occurred (no interpolation), so with fewer than 100 runs it is the maximum. `lost`:
+    (R, runs), how often each rank lost its core.
     """
     slowest = us.max(axis=0)
     p99 = np.percentile(slowest, 99, method="higher")
-    return Times(float(slowest.min()), float(np.median(slowest)), float(p99))
+    times = Times(float(slowest.min()), float(np.median(slowest)), float(p99))
+    if lost is None:
+        return times
+    kept = slowest[~(lost > 0).any(axis=0)]
+    median = float(np.median(kept)) if kept.size else None
+    return replace(times, us_undisturbed_p50=median, num_disturbed=len(slowest) - len(kept))
 
 
 def time_runs(
@@ -55,22 +72,23 @@ def time_runs(
 
     Collective, blocking. ``align`` is a barrier before each run; the garbage collector rests meanwhile.
     """
-    us = np.empty(runs)
+    us, lost = np.empty(runs), np.zeros(runs, np.int64)
     collecting = gc.isenabled()
     gc.disable()
     try:
         for index in range(-warmup, runs):
             timed.prepare()
+            losses = count_core_losses()  # before the others go: one that is late holds them up
             align()
             start = perf_counter()
             timed.run()
             elapsed = perf_counter() - start
             if index >= 0:
-                us[index] = elapsed * 1e6
+                us[index], lost[index] = elapsed * 1e6, count_core_losses() - losses
     finally:
         if collecting:
             gc.enable()
-    return summarize(np.array(comm.allgather(us)))
+    return summarize(np.array(comm.allgather(us)), np.array(comm.allgather(lost)))
 
 
 def measure_memcpy(comm: MPI.Intracomm, num_bytes: int = MEMCPY_BYTES, runs: int = MEMCPY_RUNS) -> float:

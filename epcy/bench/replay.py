@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 import epcy
-from epcy.backends import bootstrap
+from epcy.backends import bootstrap, find
 from epcy.bench import results
 from epcy.bench.replay_calls import Player
 from epcy.bench.replay_values import Values
@@ -84,6 +84,8 @@ def play(
         Seconds that a call may wait for another rank.
     """
     values, calls = Values(recording), recording.calls
+    # SMs of one backend are threads of the other.
+    taken = [name for name in TAKEN if name != "num_sms" or find(backend)[0] == recording.backend]
     last = {call.refers: number for number, call in enumerate(calls) if call.refers is not None}
     limit = timeout * 2 + 60
     us = np.full(len(calls), np.nan)
@@ -95,7 +97,7 @@ def play(
         error: str | None = None
         try:
             if call.buffer not in players:
-                options = {name: recording.buffers[call.buffer].options.get(name) for name in TAKEN}
+                options = {name: recording.buffers[call.buffer].options.get(name) for name in taken}
                 buf = epcy.Buffer(comm, backend=backend, timeout=timeout, preinitialize=True, **options)
                 if buf.xp is not np:
                     buf.xp.cuda.Device(buf.options["device"]).use()

@@ -78,6 +78,9 @@ class Row:
     predicted_us: float | None = None
     prediction_error: float | None = None
     predicted_terms_us: dict[str, float] | None = None
+    # of the runs in which other work took no rank's core, and how many were not so; the host backend counts them
+    us_undisturbed_p50: float | None = None
+    num_disturbed: int | None = None
 
     def with_check(self, checked: Row) -> Row:
         """Return this line with the time of the same calls under the option check; rows wrong there count here."""
@@ -104,6 +107,8 @@ def figures(times: Times, moved: Bytes, peer_copy_gbps: float) -> dict[str, Any]
         "us_min": times.us_min,
         "us_p50": times.us_p50,
         "us_p99": times.us_p99,
+        "us_undisturbed_p50": times.us_undisturbed_p50,
+        "num_disturbed": times.num_disturbed,
         "bytes_wire": round(moved.wire),
         "gbps_wire": moved.wire / times.us_p50 / 1e3,
         "bytes_moved": round(moved.moved),

@@ -12,9 +12,20 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite
 
 from epcy.errors import ArgumentError
-from epcy.model import Constants
+from epcy.model import Constants, Load
 
-__all__ = ["MACHINES", "SOURCES", "Machine", "calibrated", "machine_of"]
+__all__ = [
+    "LINE_BYTES",
+    "LINE_DATA",
+    "MACHINES",
+    "SOURCES",
+    "Machine",
+    "calibrated",
+    "constants_from",
+    "machine_of",
+]
+
+LINE_BYTES, LINE_DATA = 128, 112  # of low-latency rows on NVLink: include/epcy/low_latency.h
 
 
 @dataclass(frozen=True)
@@ -137,3 +148,43 @@ def calibrated(machine: Machine, found: Mapping[str, Constants], num_ranks: int)
         if f"low_latency_{op}" in found:
             changes[f"{op}_us"] = found[f"low_latency_{op}"].fixed_us
     return replace(machine, **changes) if num_ranks > 1 else machine  # type: ignore[arg-type]
+
+
+def constants_from(machine: Machine, subject: str, load: Load) -> Constants:
+    """Return the constants that `python -m epcy calibrate` should find on one node of such machines. Local.
+
+    Each rate is that of the slower of two: the link, which carries the rows of `load` that go to other ranks, and the
+    memory of a GPU, which takes every row that is written once. In the expert layout that is a row for each lane: a
+    token crosses once and is copied there. A combine of that layout, and of the low-latency mode, reads the rows of all
+    lanes, which costs half a copy, and in the expert layout writes their sums before anything is pulled.
+    """
+    op, _, by_expert = subject.partition(" ")
+    is_low_latency, is_combine = op.startswith("low_latency"), op.endswith("combine")
+    port_gbps = machine.pull_gbps if op == "combine" else machine.push_gbps
+    line_share = LINE_BYTES / LINE_DATA if is_low_latency else 1.0
+    link = load.bytes_to_peer * (load.num_ranks - 1) * line_share / port_gbps
+    memory = load.num_bytes / machine.copy_gbps
+    if is_combine and is_low_latency:
+        memory /= 2
+    elif is_combine and by_expert:
+        memory = (load.num_bytes + load.bytes_to_peer * load.num_ranks) / 2 / machine.copy_gbps
+    took = link + memory if by_expert and is_combine else max(link, memory)
+    fixed_us = machine.launch_us + 2 * machine.flag_us  # the words that ranks meet by, and the last one
+    if is_low_latency:
+        fixed_us = machine.combine_us if is_combine else machine.dispatch_us
+    gbps = load.num_bytes / took
+    return Constants(
+        fixed_us=fixed_us,
+        lane_ns=machine.count_us / 32.768 if op == "dispatch" else 0.0,
+        element_ps=0.0,
+        wake_us=0.0,
+        usual_sms=24,
+        sm_gbps=machine.sm_gbps,
+        most_gbps=gbps,
+        sizes_bytes=(load.most_bytes,),
+        gbps=(gbps,),
+        # Rows of other ranks alone are staged.
+        stage_gbps=machine.copy_gbps * load.num_ranks / max(1, load.num_ranks - 1)
+        if op == "combine"
+        else 0.0,
+    )

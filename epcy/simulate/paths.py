@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from epcy.simulate.engine import Simulation
-from epcy.simulate.machines import Machine
+from epcy.simulate.machines import LINE_BYTES, LINE_DATA, Machine
 from epcy.simulate.traffic import Traffic
 
 __all__ = ["PATHS", "Cluster", "combine", "dispatch", "low_latency_combine", "low_latency_dispatch"]
 
 PATHS = ("direct", "hierarchical", "expert")
-LINE_BYTES, LINE_DATA = 128, 112  # of low-latency rows on NVLink: include/epcy/low_latency.h
 
 
 @dataclass(frozen=True)

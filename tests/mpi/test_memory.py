@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import epcy
+from epcy.backends import window
 from mpi.cases import BFLOAT16, draw, mine, raised
 
 MIB = 2**20
@@ -43,12 +44,23 @@ def test_size_hint(comm, make_buffer, backend, shape):
     buf = make_buffer(status_dir="", **sizes)
     if buf.backend == "host":
         taken = mapped_bytes() - before
-        # every rank maps all ranks' parts; MPI adds some of its own
+        # every rank maps all ranks' parts, and what lies between them; MPI adds some of its own
         assert hint["total"] * comm.size <= taken + 64 * 1024
-        assert taken < hint["total"] * comm.size + 16 * MIB
+        assert taken < window.apart(hint["total"], comm.size) * comm.size + 16 * MIB
     rows = buf.options["num_max_recv_tokens"]
     itemsize = 4 if sizes.get("dtype") == "float32" else 2
     assert hint["receive"] >= 2 * rows * (sizes["hidden"] * itemsize + 12 * sizes["num_topk"])
+
+
+def test_parts_of_ranks_do_not_hinder_each_other():
+    """Of up to eight ranks no two parts begin a multiple of 64 MiB, give or take 8, from one another."""
+    for nbytes in (1, 8 * MIB, 8 * MIB + 1, 63 * MIB, 64 * MIB, 133 * MIB, 200 * MIB):
+        for size, least in ((2, 12), (4, 12), (5, 12), (6, 9), (7, 9), (8, 8), (12, 8)):
+            stride = window.apart(nbytes, size)
+            assert nbytes <= stride <= nbytes + 65 * MIB
+            apart = [k * stride % (64 * MIB) for k in range(1, min(size, 8))]
+            assert all(least * MIB <= one <= (64 - least) * MIB for one in apart), (nbytes, size, stride)
+    assert window.apart(10**6, 10**9) == 10**6  # no room for anything between
 
 
 def test_size_hint_of_wrong_arguments():
