@@ -31,13 +31,13 @@ template <typename Kernel> int allow_shared(Kernel kernel) {
 
 // Whether this process's device, asked once, has what came with sm_90.
 inline bool is_sm_90() {
-  static const bool yes = [] {
-    int device = 0, major = 0;
+  static int major = 0; // threads that ask at once find the same
+  if (!major) {
+    int device = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    return major >= 9;
-  }();
-  return yes;
+  }
+  return major >= 9;
 }
 inline bool has_bulk_copies() { return is_sm_90(); } // and so needs their shared memory
 

@@ -59,9 +59,12 @@ template <int From> struct Caster {
           pair[j] = __nv_cvt_float2_to_fp8x2(
               make_float2(__fmul_rn(x[i + 2 * j], factor), __fmul_rn(x[i + 2 * j + 1], factor)), __NV_SATFINITE,
               __NV_E4M3);
-        o[(v * N + i) / 4] = canonical(pair[0] | pair[1] << 16);
+        o[(v * N + i) / 4] = pair[0] | pair[1] << 16;
       }
     }
+    if (EPCY_RARELY(most >= 0x7F800000u)) // products of finite numbers are never NaN
+#pragma unroll
+      for (int i = 0; i < 4; i++) o[i] = canonical(o[i]);
     *out = make_uint4(o[0], o[1], o[2], o[3]);
     *scale = __uint_as_float(bits);
   }
