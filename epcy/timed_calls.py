@@ -21,7 +21,7 @@ __all__ = ["Kind", "Times", "take_device", "time_calls"]
 
 ONE = 0x3F80  # in bfloat16
 LOW_LATENCY_CALLS = 20  # back to back: one alone is too short for a clock
-LEAST_ROUNDS = 7
+LEAST_ROUNDS, LEAST_KEPT = 7, 3
 SPIN_US = 1500  # hides the launch of so many calls
 
 # By subject (model.SUBJECTS): microseconds, and whether they are of rounds in which no rank lost its core.
@@ -158,7 +158,7 @@ def time_calls(
 ) -> Times:
     """Return the microseconds of a dispatch and of a combine of random routing, the slowest rank's.
 
-    The median of the rounds in which no rank lost its core to other work; where there is none, the fastest. Collective,
+    The median of the rounds in which no rank lost its core to other work; where they are few, the fastest. Collective,
     blocking, for about `seconds`, up to four times as long where rounds are lost; as many on all ranks.
     """
     clock: Any = clock_of(buf, kind)
@@ -183,8 +183,8 @@ def time_calls(
             runs += rounds(timed, num_rounds)
             gathered = np.array(buf.comm.allgather([(run.us, run.num_core_losses or 0) for run in runs]))
             times = summarize(gathered[:, :, 0], gathered[:, :, 1])
-            if len(runs) - (times.num_disturbed or 0) >= LEAST_ROUNDS // 2:
+            if is_enough := len(runs) - (times.num_disturbed or 0) >= LEAST_KEPT:
                 break
         us = times.us_undisturbed_p50
-        found[subject] = (times.us_min, False) if us is None else (us, True)
+        found[subject] = (us, True) if is_enough and us is not None else (times.us_min, False)
     return found

@@ -152,6 +152,8 @@ def run_on_host(
         f"{given.routing} routing, {given.layout} layout{', cached' if given.cached else ''}\n"
         f"# memcpy by all ranks at once: {memcpy_gbps:.1f} GB/s a rank, bytes read and bytes written counted\n"
     )
+    drift = prediction.Drift(comm, "host", given.predict)
+    drift.look()
     say(table.heading(bool(given.baseline)))
     rows = []
     for case in given.cases:
@@ -164,7 +166,8 @@ def run_on_host(
                     again = replace(given, inspect=True, baseline=())
                     rows[-1] = rows[-1].with_check(measure_line(comm, again, case, num_tokens, memcpy_gbps))
             say(table.line(rows[-1]) + table.notes(rows[-1]))
-    say(prediction.summary(rows))
+    drift.look()
+    say(prediction.summary(rows) + drift.text())
     if given.plot is not None:
         say(pictures.draw(comm, given, rows, {}))
     if comm.rank == 0:

@@ -34,6 +34,8 @@ def run(
         say_heading(env, rates, given, say)
         names = tuple(dict.fromkeys(name for one in lines for name in one.baselines(backend)))
         names = names if bench.nccl is not None else ()
+        drift = prediction.Drift(comm, backend, given.predict)
+        drift.look()
         say(device_table.heading(names))
         rows: list[table.Row] = []
         missing = set() if hasattr(epcy.Buffer, "low_latency_dispatch") else {"ll"}  # modes
@@ -58,7 +60,8 @@ def run(
                 if comm.rank == 0 and given.json is not None:
                     write(given.json, env, rates, rows)
                 free_pool(backend)
-        say(prediction.summary(rows))
+        drift.look()
+        say(prediction.summary(rows) + drift.text())
         bench.close()  # after an exception the other ranks may be anywhere: nothing collective then
         if given.plot is not None:
             say(pictures.draw(comm, given, rows, bench.timeline))

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import epcy
 from epcy import model
 from epcy.bench.arguments import Arguments
 from epcy.bench.table import Row
+from epcy.calibrate import HIDDEN, HIGH_THROUGHPUT, SIZES_BYTES, Calibration
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+CHECKED_BYTES = SIZES_BYTES[2]  # past a core's own caches, and of a dispatch past all
+CHECK_SECONDS = 0.2
 WITHIN = 0.15  # of the measured median: what counts as predicted
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8"}
 OPERATIONS = {"dispatch": ("dispatch",), "combine": ("combine",), "roundtrip": ("dispatch", "combine")}
@@ -33,6 +39,38 @@ def refuse_without_constants(backend: str, num_ranks: int) -> None:
             f"--predict: nothing is known of {num_ranks} ranks of this machine on {backend}; run mpiexec -n "
             f"{num_ranks} python -m mpi4py -m epcy calibrate --backend {backend} first"
         )
+
+
+class Drift:
+    """Whether the machine is as calibrate found it: calls of a size that it timed, timed again, around the lines."""
+
+    def __init__(self, comm: MPI.Intracomm, backend: str, is_wanted: bool) -> None:
+        self.comm, self.backend, self.is_wanted = comm, backend, is_wanted
+        self.looks: list[dict[str, float]] = []
+
+    def look(self) -> None:
+        """Time a dispatch and a combine; how many times as long as then. Collective, blocking."""
+        if not self.is_wanted:
+            return
+        run = Calibration(self.comm, self.backend, CHECK_SECONDS, lambda text: None)
+        num_tokens = run.tokens_of("dispatch", CHECKED_BYTES)
+        with run.buffer(HIGH_THROUGHPUT[0], HIDDEN, num_tokens) as buf:
+            run.take(buf, HIGH_THROUGHPUT[0], "now", num_tokens)
+        found = {}
+        for subject, points in run.points().items():
+            load, us = points["now"]
+            then = model.stored(subject, self.backend, self.comm.size, 1)
+            if then is not None:
+                found[f"{subject} of {num_tokens} tokens"] = us / sum(model.predict(then, load).values())
+        self.looks.append(found)
+
+    def text(self) -> str:
+        """Return a line below the table. Local."""
+        what = [
+            f"{name} {' and then '.join(f'{look[name]:.2f}' for look in self.looks)}"
+            for name in (self.looks[0] if self.looks else ())
+        ]
+        return f"# beside calibrate, times as long: {'; '.join(what)}\n" if what else ""
 
 
 def predict(buf: epcy.Buffer, given: Arguments, case: str, num_tokens: int, us: float) -> dict[str, Any]:

@@ -127,6 +127,9 @@ def test_prediction_beside_the_clock(comm, same, tmp_path, capsys, small, cache,
         assert ("cast" in row["predicted_terms_us"]) == (row["mode"] == "ll" and row["case"] == "dispatch")
     assert out.count("#   predicted ") == (len(rows) if comm.rank == 0 else 0)
     assert out.count("# prediction: within 15%") == (3 if comm.rank == 0 else 0)
+    assert out.count("# beside calibrate, times as long: dispatch of 384 tokens ") == (
+        1 if comm.rank == 0 else 0
+    )
 
 
 def test_pictures_of_a_run(comm, same, tmp_path, capsys, small):
