@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Path(__file__).resolve().parent / "machine"
-HOST_ALONE = ("runtime.cu", "stamp.cu")
+HOST_ALONE = ("runtime.cu", "stamp.cu", "put_runtime.cu")
 KERNELS = sorted(p for p in (ROOT / "src/cuda").glob("*.cu") if p.name not in HOST_ALONE)
 
 FLAGS = (
