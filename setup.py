@@ -185,19 +185,20 @@ class BuildExt(build_ext):
         puts = [obj for obj in objects if obj.name.startswith("put_")]
         # nvcc does the device link itself; -cudart static is its default. Kernels of the first library reach peers by
         # plain pointers: of NVSHMEM only the host library is linked, from a folder that wheels share.
-        link = [*base, "-shared", f"-L{nvshmem}/lib", "-l:libnvshmem_host.so.3"]
-        link += ["-Xlinker=-rpath,$ORIGIN/../nvidia/nvshmem/lib"]
+        libraries = [f"-L{nvshmem}/lib", "-l:libnvshmem_host.so.3", "-Xlinker=-rpath,$ORIGIN/../nvidia/nvshmem/lib"]
         hidden = "-Xlinker=--exclude-libs,libcudart_static.a:libcudadevrt.a"
-        self.link_cuda("libepcy_cuda.so", temp, [obj for obj in objects if obj not in puts], [*link, hidden])
-        self.link_cuda("libepcy_put.so", temp, puts, [*link, "-lnvshmem_device", f"{hidden}:libnvshmem_device.a"])
+        stores = [obj for obj in objects if obj not in puts]
+        self.link_cuda("libepcy_cuda.so", stores, [*base, *map(str, stores), *libraries, hidden])
+        libraries, hidden = ["-lnvshmem_device", *libraries], f"{hidden}:libnvshmem_device.a"
+        self.link_cuda("libepcy_put.so", puts, [*base, *map(str, puts), *libraries, hidden])
 
-    def link_cuda(self, name: str, temp: Path, objects: list[Path], link: list[str]) -> None:
+    def link_cuda(self, name: str, objects: list[Path], command: list[str]) -> None:
         """Link objects, unless that is done, and copy the library to where the build puts it."""
-        linked, target = temp / name, self.beside(name)
+        linked, target = objects[0].with_name(name), self.beside(name)
         newest = max(obj.stat().st_mtime for obj in objects)
         if self.force or not linked.exists() or linked.stat().st_mtime < newest:
-            part = temp / f"part-{name}"
-            self.spawn([*link, *map(str, objects), f"-Xlinker=-soname,{name}", "-o", str(part)])
+            part = linked.with_name(f"part-{name}")
+            self.spawn([*command, "-shared", f"-Xlinker=-soname,{name}", "-o", str(part)])
             part.replace(linked)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_suffix(".part")  # a running process keeps the library that it has mapped

@@ -149,7 +149,7 @@ cdef class Buffer(HighThroughputCalls):
     @staticmethod
     def size_hint(num_ranks, *, num_max_tokens_per_rank, hidden, num_experts, num_topk, dtype="bfloat16",
                   num_max_recv_tokens=None, low_latency_mode=None, num_max_low_latency_tokens_per_rank=None,
-                  backend=None):
+                  allow_nvlink_for_low_latency_mode=None, backend=None):
         """Tell how much symmetric memory a rank's Buffer would take, without allocating.
 
         Local, blocking. It loads neither MPI nor CUDA.
@@ -178,10 +178,13 @@ cdef class Buffer(HighThroughputCalls):
         given = dict(num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_experts=num_experts,
                      num_topk=num_topk, dtype=dtype, num_max_recv_tokens=num_max_recv_tokens,
                      low_latency_mode=low_latency_mode, backend=backend,
+                     allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
                      num_max_low_latency_tokens_per_rank=num_max_low_latency_tokens_per_rank)
         values = {name: value.value for name, value in resolve(given).items()}
         sizes = shape_of(values, num_ranks)
-        return cuda_sizes.heap_layout(sizes) if values["backend"] == "nvshmem" else heap_layout(sizes)
+        if values["backend"] != "nvshmem":
+            return heap_layout(sizes)
+        return cuda_sizes.heap_layout(sizes, 0 if values["allow_nvlink_for_low_latency_mode"] else num_ranks - 1)
 
     def warmup(self):
         """Make the next call cost what any call costs: every kernel, the memory of handles and results, every page.

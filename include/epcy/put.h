@@ -69,8 +69,8 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-/* Collective over all PEs, once NVSHMEM runs: let this library's kernels use it. 0, or a status of NVSHMEM. */
-int epcy_put_start(void);
+/* Once NVSHMEM runs on this device: let the kernels of this library use it. 0, or a status of NVSHMEM or CUDA. */
+int epcy_put_start(int device);
 /* Wait until what was put has come, for good: after the kernels that did. */
 int epcy_put_quiet(void *stream);
 

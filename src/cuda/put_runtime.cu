@@ -5,9 +5,11 @@
 
 #include "epcy/put.h"
 
-extern "C" int epcy_put_start(void) {
+extern "C" int epcy_put_start(int device) {
   static bool started = false;
   if (started) return 0;
+  const cudaError_t error = cudaSetDevice(device);
+  if (error != cudaSuccess) return error;
   const nvshmemi_version_t version = {NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
                                       NVSHMEM_VENDOR_PATCH_VERSION};
   int provided = 0;
