@@ -185,7 +185,11 @@ class BuildExt(build_ext):
         puts = [obj for obj in objects if obj.name.startswith("put_")]
         # nvcc does the device link itself; -cudart static is its default. Kernels of the first library reach peers by
         # plain pointers: of NVSHMEM only the host library is linked, from a folder that wheels share.
-        libraries = [f"-L{nvshmem}/lib", "-l:libnvshmem_host.so.3", "-Xlinker=-rpath,$ORIGIN/../nvidia/nvshmem/lib"]
+        libraries = [
+            f"-L{nvshmem}/lib",
+            "-l:libnvshmem_host.so.3",
+            "-Xlinker=-rpath,$ORIGIN/../nvidia/nvshmem/lib",
+        ]
         hidden = "-Xlinker=--exclude-libs,libcudart_static.a:libcudadevrt.a"
         stores = [obj for obj in objects if obj not in puts]
         self.link_cuda("libepcy_cuda.so", stores, [*base, *map(str, stores), *libraries, hidden])

@@ -135,8 +135,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                 carrier.open(&self.put_wire, far, self.memory, self.device)
             self.carrier = carrier
         except ImportError as missing:
-            error = BackendUnavailableError(f"allow_nvlink_for_low_latency_mode: False needs epcy/libepcy_put.so, which "
-                                            f"cannot be loaded ({missing}); leave it True")
+            error = BackendUnavailableError("allow_nvlink_for_low_latency_mode: False needs epcy/libepcy_put.so, "
+                                            f"which cannot be loaded ({missing}); leave it True")
         except EpcyError as caught:
             error = caught
         finally:

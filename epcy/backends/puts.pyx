@@ -1,8 +1,8 @@
 # distutils: libraries = epcy_put epcy_cuda
 """Low-latency calls by NVSHMEM's put, whatever lies between the ranks: see include/epcy/put.h.
 
-The kernels that send and receive are those of `stores`; around them come those that put what was sent, wait for what comes,
-and acknowledge. Importing this loads NVSHMEM's device library.
+The kernels that send and receive are those of `stores`; around them come those that put what was sent, wait for what
+comes, and acknowledge. Importing this loads NVSHMEM's device library.
 """
 
 from libc.stdint cimport uint32_t, uintptr_t

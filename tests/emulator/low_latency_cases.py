@@ -47,7 +47,7 @@ def check_quiet(world: Any, verdict: int = 0, but: int | None = None) -> None:
 
 
 def random_case(seed: int, by_puts: bool = False) -> None:
-    """A few dispatches with combines, of random sizes and options, ranks at different paces; with far ranks `by_puts`."""
+    """A few dispatches with combines, of random sizes and options, ranks at different paces; `by_puts`: some far."""
     rng = np.random.default_rng(seed)
     R, L = int(rng.choice([1, 2, 2, 3, 4])), int(rng.choice([1, 3, 8]))
     K, M = int(rng.choice([1, 2, 4, 8, 9, 12, 32])), int(rng.choice([4, 9]))
