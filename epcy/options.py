@@ -71,7 +71,8 @@ OPTIONS: tuple[Option, ...] = (
            default=True, env="EPCY_ALLOW_NVLINK_FOR_LOW_LATENCY_MODE"),
     Option("num_max_nvl_peers", "int", "The most ranks of one node, which is what NVLink joins. By default all of a "
            "machine; with fewer it holds several virtual nodes, as `Buffer.topology` tells. On the host backend rows "
-           "go directly all the same; nvshmem has no path between nodes yet and refuses.",
+           "go directly all the same; on nvshmem low-latency rows go to other nodes by NVSHMEM's put, and dispatch "
+           "is refused.",
            env="EPCY_NUM_MAX_NVL_PEERS", minimum=1, maximum=2**20),
     Option("num_qps_per_rank", "int", "Queue pairs to each rank for RDMA (nvshmem; the host backend has none): a "
            "setting of the process, made before NVSHMEM starts; another value later is a StateError. By default "

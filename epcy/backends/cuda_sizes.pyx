@@ -6,6 +6,25 @@ from epcy.backends.cuda_put cimport epcy_put_layout
 from epcy.layout cimport epcy_heap_layout, epcy_shape, region_bytes, shape_of
 
 
+def ranks_by_stores(options, num_ranks):
+    """The most ranks that reach each other's memory by plain stores in low-latency calls: consecutive ones."""
+    if not options["allow_nvlink_for_low_latency_mode"]:
+        return 1
+    return min(num_ranks, options["num_max_nvl_peers"] or num_ranks)
+
+
+def num_far_ranks(options, num_ranks):
+    """The most ranks that a rank reaches by puts: those outside the smallest node."""
+    node = ranks_by_stores(options, num_ranks)
+    return num_ranks - (num_ranks % node or node)
+
+
+def far_ranks(options, num_ranks, rank):
+    """Those of a rank, as bits."""
+    node = ranks_by_stores(options, num_ranks)
+    return sum([1 << other for other in range(num_ranks) if other // node != rank // node])
+
+
 def heap_layout(dict sizes, num_far_ranks=0):
     """Bytes of the regions of a rank's allocation, by name; `num_far_ranks` are reached by puts."""
     cdef epcy_shape s = shape_of(sizes)

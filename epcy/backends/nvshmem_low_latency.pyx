@@ -22,7 +22,7 @@ from epcy.layout cimport (
 
 import numpy as np
 
-from epcy.backends import bootstrap, verdicts
+from epcy.backends import bootstrap, cuda_sizes, verdicts
 from epcy.backends.cuda_event import Foreign
 from epcy.errors import BackendUnavailableError, EpcyError, NotSupportedError, StateError
 from epcy.status import OPERATIONS
@@ -98,7 +98,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         super().__init__(comm, shape, options, identities, token)
         if not self.shape.num_low_latency_tokens:
             return
-        self.choose_carrier(options["allow_nvlink_for_low_latency_mode"])
+        self.choose_carrier(options)
         self.low_latency_area = epcy_low_latency_area_layout(&self.shape)
         memset(&self.dispatch_params, 0, sizeof(self.dispatch_params))
         memset(&self.combine_params, 0, sizeof(self.combine_params))
@@ -116,18 +116,22 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                 epcy_cuda_set_device(previous, NULL)
 
     def num_far_ranks(self, options):
-        return 0 if options["allow_nvlink_for_low_latency_mode"] else self.num_ranks - 1
+        return cuda_sizes.num_far_ranks(options, self.num_ranks)
 
-    def choose_carrier(self, bint allow_nvlink):
+    def choose_carrier(self, dict options):
         """Collective: how calls reach other ranks, and what that needs."""
         cdef Stores carrier
-        cdef uint32_t far = 0 if allow_nvlink else (<uint32_t>((<uint64_t>1 << self.num_ranks) - 1)
-                                                    & ~(<uint32_t>1 << <uint32_t>self.rank))
+        cdef uint32_t far = cuda_sizes.far_ranks(options, self.num_ranks, self.rank)
+        cdef bint allowed = options["allow_nvlink_for_low_latency_mode"], by_stores
         cdef int previous = 0
+        by_stores = allowed and cuda_sizes.ranks_by_stores(options, self.num_ranks) == self.num_ranks
+        if (options["num_max_nvl_peers"] or self.num_ranks) < self.num_ranks:
+            self.no_dispatch = (f"num_max_nvl_peers={options['num_max_nvl_peers']} makes several nodes of the "
+                                f"{self.num_ranks} ranks, between which this build has low-latency calls alone")
         error = None
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            if allow_nvlink:
+            if by_stores:
                 carrier = Stores()
             else:
                 from epcy.backends.puts import Puts
@@ -135,19 +139,22 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                 carrier.open(&self.put_wire, far, self.memory, self.device)
             self.carrier = carrier
         except ImportError as missing:
-            error = BackendUnavailableError("allow_nvlink_for_low_latency_mode: False needs epcy/libepcy_put.so, "
-                                            f"which cannot be loaded ({missing}); leave it True")
+            error = BackendUnavailableError("allow_nvlink_for_low_latency_mode: False, and more ranks than "
+                                            "num_max_nvl_peers, need epcy/libepcy_put.so, which cannot be loaded "
+                                            f"({missing}); leave both at their defaults")
         except EpcyError as caught:
             error = caught
         finally:
             epcy_cuda_set_device(previous, NULL)
-        if not allow_nvlink:
+        if not by_stores:
             try:
                 bootstrap.exchange(self.comm, None, error, self.timeout, "Buffer()")
             except EpcyError:
                 self.memory.free()
                 raise
         self.low_latency_transport = self.carrier.name
+        if allowed and not by_stores:
+            self.low_latency_transport = f"NVLink, between nodes {self.carrier.name}"
 
     def refuse_sizes(self, dict shape):
         """What this build cannot do; the same on every rank."""

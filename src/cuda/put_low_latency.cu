@@ -222,6 +222,15 @@ int num_blocks(const epcy_put &a) {
 
 } // namespace
 
+// Before the first call, which may be inside a graph's capture, or behind a kernel that waits.
+int epcy_put_load() {
+  cudaFuncAttributes ignored;
+  cudaError_t e = cudaSuccess;
+  for (auto kernel : {exchange_weights, put_sent, await_sent, acknowledge_received})
+    if (e == cudaSuccess) e = cudaFuncGetAttributes(&ignored, kernel);
+  return e;
+}
+
 extern "C" int epcy_put_launch_weights(const epcy_put *a, void *stream) {
   return launch_apart(exchange_weights, a->call.num_ranks, kThreads, stream, *a);
 }

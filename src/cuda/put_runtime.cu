@@ -5,6 +5,8 @@
 
 #include "epcy/put.h"
 
+int epcy_put_load();
+
 extern "C" int epcy_put_start(int device) {
   static bool started = false;
   if (started) return 0;
@@ -15,8 +17,10 @@ extern "C" int epcy_put_start(int device) {
   int provided = 0;
   // What nvshmem_init() calls, which would end the process where this fails. NVSHMEM runs already: this copies its state.
   const int status = nvshmemi_init_thread(NVSHMEM_THREAD_SERIALIZED, &provided, 0, nullptr, version);
-  started = status == 0;
-  return status;
+  if (status) return status;
+  const int loading = epcy_put_load();
+  started = loading == 0;
+  return loading;
 }
 
 extern "C" int epcy_put_quiet(void *stream) {
