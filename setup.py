@@ -1,9 +1,10 @@
 """Build epcy: the host backend always; the CUDA backend where nvcc and NVSHMEM are found.
 
-Every epcy/**/*.pyx is one extension module. epcy/backends/NAME.pyx is linked with src/NAME/*.c. Two libraries that
-several modules share are made here: a .pyx that says `# distutils: libraries = epcy_host` links epcy/libepcy_host.so
-(src/host/*.c); one that says `epcy_cuda` is built only with the CUDA backend and links epcy/libepcy_cuda.so
-(src/cuda/*.cu). See tools/build_backend.py for the variables that steer the search.
+Every epcy/**/*.pyx is one extension module. epcy/backends/NAME.pyx is linked with src/NAME/*.c. Libraries that several
+modules may share are made here: a .pyx that says `# distutils: libraries = epcy_host` links epcy/libepcy_host.so
+(src/host/*.c); those that say `epcy_cuda` or `epcy_put` are built only with the CUDA backend and link
+epcy/libepcy_cuda.so (src/cuda/*.cu) or epcy/libepcy_put.so (src/cuda/put_*.cu, which NVSHMEM's device library is linked
+into: a process loads it only where puts are used). See tools/build_backend.py for the variables that steer the search.
 
 EPCY_CUDA_ARCH       default "90"; several: "80;90;100"
 EPCY_SANITIZE        compile the C code with -fsanitize=THIS: "address,undefined"; see `make sanitize`
@@ -16,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -59,12 +61,13 @@ JOBS = int(os.environ.get("MAX_JOBS", 0)) or len(os.sched_getaffinity(0))
 
 
 def needs(library: str, pyx: str) -> bool:
-    return f"distutils: libraries = {library}" in Path(pyx).read_text(encoding="utf-8")
+    line = re.search(r"^# distutils: libraries = (.*)$", Path(pyx).read_text(encoding="utf-8"), flags=re.M)
+    return line is not None and library in line[1].split()
 
 
 def extension(pyx: str) -> Extension:
     path = Path(pyx)
-    shared = needs("epcy_host", pyx) or needs("epcy_cuda", pyx)
+    shared = any(needs(library, pyx) for library in ("epcy_host", "epcy_cuda", "epcy_put"))
     kernels = f"src/{path.stem}" if path.parent.name == "backends" and not shared else None
     # the libraries lie in epcy/, whatever folder below it the module is in
     up = "/..".join(["$ORIGIN", *[""] * (len(path.parts) - 2)])
@@ -93,7 +96,7 @@ class BuildExt(build_ext):
         for ext in self.extensions:
             ext.library_dirs.append(str(self.host_library.parent))
         if WITH_CUDA:
-            self.make_cuda_library()
+            self.make_cuda_libraries()
         self.cythonize()
         self.write_record()
         super().run()
@@ -154,10 +157,8 @@ class BuildExt(build_ext):
         self.compiler.link_shared_object(objects, str(part), extra_postargs=flags)
         part.replace(target)
 
-    def make_cuda_library(self) -> None:
+    def make_cuda_libraries(self) -> None:
         nvcc, nvshmem = find_nvcc(), find_nvshmem()
-        target = self.beside("libepcy_cuda.so")
-        target.parent.mkdir(parents=True, exist_ok=True)
         archs = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCH.split(";")]
         base = [nvcc, *archs, "-rdc=true", "-O3", "-std=c++17", "--fmad=false"]
         base += ["-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
@@ -181,20 +182,29 @@ class BuildExt(build_ext):
 
         with ThreadPoolExecutor(JOBS) as pool:
             objects = list(pool.map(compile_one, cuda_sources()))
-        linked = Path(temp, "libepcy_cuda.so")
-        if (
-            self.force
-            or not linked.exists()
-            or linked.stat().st_mtime < max(o.stat().st_mtime for o in objects)
-        ):
-            # nvcc does the device link itself; -cudart static is its default. Kernels reach peers by plain
-            # pointers: of NVSHMEM only the host library is linked, from a folder that wheels share.
-            link = [*base, "-shared", *map(str, objects), f"-L{nvshmem}/lib", "-l:libnvshmem_host.so.3"]
-            link += ["-Xlinker=-rpath,$ORIGIN/../nvidia/nvshmem/lib"]
-            link += ["-Xlinker=--exclude-libs,libcudart_static.a:libcudadevrt.a"]
-            part = temp / "part.so"
-            self.spawn([*link, "-Xlinker=-soname,libepcy_cuda.so", "-o", str(part)])
+        puts = [obj for obj in objects if obj.name.startswith("put_")]
+        # nvcc does the device link itself; -cudart static is its default. Kernels of the first library reach peers by
+        # plain pointers: of NVSHMEM only the host library is linked, from a folder that wheels share.
+        libraries = [
+            f"-L{nvshmem}/lib",
+            "-l:libnvshmem_host.so.3",
+            "-Xlinker=-rpath,$ORIGIN/../nvidia/nvshmem/lib",
+        ]
+        hidden = "-Xlinker=--exclude-libs,libcudart_static.a:libcudadevrt.a"
+        stores = [obj for obj in objects if obj not in puts]
+        self.link_cuda("libepcy_cuda.so", stores, [*base, *map(str, stores), *libraries, hidden])
+        libraries, hidden = ["-lnvshmem_device", *libraries], f"{hidden}:libnvshmem_device.a"
+        self.link_cuda("libepcy_put.so", puts, [*base, *map(str, puts), *libraries, hidden])
+
+    def link_cuda(self, name: str, objects: list[Path], command: list[str]) -> None:
+        """Link objects, unless that is done, and copy the library to where the build puts it."""
+        linked, target = objects[0].with_name(name), self.beside(name)
+        newest = max(obj.stat().st_mtime for obj in objects)
+        if self.force or not linked.exists() or linked.stat().st_mtime < newest:
+            part = linked.with_name(f"part-{name}")
+            self.spawn([*command, "-shared", f"-Xlinker=-soname,{name}", "-o", str(part)])
             part.replace(linked)
+        target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_suffix(".part")  # a running process keeps the library that it has mapped
         shutil.copyfile(linked, part)
         part.chmod(0o755)

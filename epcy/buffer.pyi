@@ -29,6 +29,8 @@ class Buffer(HighThroughputCalls):
         num_max_recv_tokens: int | None = None,
         low_latency_mode: bool | None = None,
         num_max_low_latency_tokens_per_rank: int | None = None,
+        allow_nvlink_for_low_latency_mode: bool | None = None,
+        num_max_nvl_peers: int | None = None,
         backend: str | None = None,
     ) -> dict[str, int]: ...
     def warmup(self) -> None: ...

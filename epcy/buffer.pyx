@@ -6,6 +6,7 @@ Its calls are in its base classes: high_throughput.pyx, sms.pyx, low_latency.pyx
 
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 
 from libc.stdint cimport int64_t
 from posix.unistd cimport getpid
@@ -123,11 +124,11 @@ cdef class Buffer(HighThroughputCalls):
                 f"comm: backend {found[0]!r} works inside one machine, the ranks lie on {self.topology.num_machines} "
                 f"({', '.join(dict.fromkeys(self.topology.hostnames))}); use a sub-communicator of "
                 "Split_type(COMM_TYPE_SHARED)")
-        if self.topology.num_nodes > 1 and found[0] == "nvshmem":
+        if self.topology.num_nodes > 1 and found[0] == "nvshmem" and not values["low_latency_mode"]:
             raise NotSupportedError(
                 f"num_max_nvl_peers: {values['num_max_nvl_peers']} makes {self.topology.num_nodes} nodes of the "
-                f"{self.size} ranks, and this build has no path between nodes on GPUs; leave it out, or use "
-                "backend='host'")
+                f"{self.size} ranks, and on GPUs this build has a path between nodes for low-latency calls alone; "
+                "leave it out, give low_latency_mode=True, or use backend='host'")
         startup.settle(found[0], values)
         self.backend, backend_class, self.xp = found
         values["num_max_recv_tokens"] = shape["num_rows"]
@@ -139,6 +140,7 @@ cdef class Buffer(HighThroughputCalls):
         self._num_experts, self._num_topk = shape["num_experts"], shape["num_topk"]
         self.num_local_experts = self._num_experts // self.size
         self._backend = backend_class(self.comm, shape, values, identities, self._token)
+        self.topology = replace(self.topology, low_latency_transport=self._backend.low_latency_transport)
         self._checker = LowLatencyChecker(self._backend, shape, values)
 
     @staticmethod
@@ -149,7 +151,7 @@ cdef class Buffer(HighThroughputCalls):
     @staticmethod
     def size_hint(num_ranks, *, num_max_tokens_per_rank, hidden, num_experts, num_topk, dtype="bfloat16",
                   num_max_recv_tokens=None, low_latency_mode=None, num_max_low_latency_tokens_per_rank=None,
-                  backend=None):
+                  allow_nvlink_for_low_latency_mode=None, num_max_nvl_peers=None, backend=None):
         """Tell how much symmetric memory a rank's Buffer would take, without allocating.
 
         Local, blocking. It loads neither MPI nor CUDA.
@@ -178,10 +180,14 @@ cdef class Buffer(HighThroughputCalls):
         given = dict(num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_experts=num_experts,
                      num_topk=num_topk, dtype=dtype, num_max_recv_tokens=num_max_recv_tokens,
                      low_latency_mode=low_latency_mode, backend=backend,
+                     allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
+                     num_max_nvl_peers=num_max_nvl_peers,
                      num_max_low_latency_tokens_per_rank=num_max_low_latency_tokens_per_rank)
         values = {name: value.value for name, value in resolve(given).items()}
         sizes = shape_of(values, num_ranks)
-        return cuda_sizes.heap_layout(sizes) if values["backend"] == "nvshmem" else heap_layout(sizes)
+        if values["backend"] != "nvshmem":
+            return heap_layout(sizes)
+        return cuda_sizes.heap_layout(sizes, cuda_sizes.num_far_ranks(values, num_ranks))
 
     def warmup(self):
         """Make the next call cost what any call costs: every kernel, the memory of handles and results, every page.
@@ -203,13 +209,14 @@ cdef class Buffer(HighThroughputCalls):
     def _warm(self):
         self._backend.touch()
         with nullcontext() if self.xp is np else self.xp.cuda.Device(self.options["device"]):
-            x, idx, weights = self.warm_tokens(self._num_max_tokens)
-            for layout in ("rank", "expert"):
-                r = self.dispatch(x, idx, weights, layout=layout)
-                self.combine(r.recv_x, r.handle, r.recv_topk_weights if layout == "rank" else weights)
-                self.dispatch(x, handle=r.handle)
-            scales = self.xp.ones((len(x), epcy_num_scales(self._hidden)), np.float32)
-            self.dispatch((self.xp.zeros(x.shape, np.uint8), scales), idx)
+            if self._backend.no_dispatch is None:
+                x, idx, weights = self.warm_tokens(self._num_max_tokens)
+                for layout in ("rank", "expert"):
+                    r = self.dispatch(x, idx, weights, layout=layout)
+                    self.combine(r.recv_x, r.handle, r.recv_topk_weights if layout == "rank" else weights)
+                    self.dispatch(x, handle=r.handle)
+                scales = self.xp.ones((len(x), epcy_num_scales(self._hidden)), np.float32)
+                self.dispatch((self.xp.zeros(x.shape, np.uint8), scales), idx)
             if self._backend.low_latency is not None:
                 x, idx, weights = self.warm_tokens(self._shape["num_low_latency_tokens"])
                 self.warm_low_latency(x, idx, weights)

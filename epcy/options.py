@@ -64,21 +64,24 @@ OPTIONS: tuple[Option, ...] = (
     Option("num_max_low_latency_tokens_per_rank", "int", "The most tokens that one rank dispatches in one low-latency "
            "call (M'); a low-latency area holds R * M' rows for each local expert. By default M, at most 256.",
            env="EPCY_NUM_MAX_LOW_LATENCY_TOKENS_PER_RANK", minimum=1, maximum=2**24),
-    Option("allow_nvlink_for_low_latency_mode", "bool", "Let low-latency calls move data over NVLink; otherwise "
-           "everything takes the RDMA path (nvshmem). The host backend always moves it through shared memory.",
+    Option("allow_nvlink_for_low_latency_mode", "bool", "Let low-latency calls move data over NVLink by "
+           "plain stores; otherwise everything goes by NVSHMEM's put with signal, the path of RDMA, also inside a node "
+           "(nvshmem; it takes memory for mirrors of the other ranks). The host backend always moves it through shared "
+           "memory.",
            default=True, env="EPCY_ALLOW_NVLINK_FOR_LOW_LATENCY_MODE"),
     Option("num_max_nvl_peers", "int", "The most ranks of one node, which is what NVLink joins. By default all of a "
            "machine; with fewer it holds several virtual nodes, as `Buffer.topology` tells. On the host backend rows "
-           "go directly all the same; nvshmem has no path between nodes yet and refuses.",
+           "go directly all the same; on nvshmem low-latency rows go to other nodes by NVSHMEM's put, and dispatch "
+           "is refused.",
            env="EPCY_NUM_MAX_NVL_PEERS", minimum=1, maximum=2**20),
     Option("num_qps_per_rank", "int", "Queue pairs to each rank for RDMA (nvshmem; the host backend has none): a "
            "setting of the process, made before NVSHMEM starts; another value later is a StateError. By default "
-           "NVSHMEM's own. No path uses RDMA yet, and its effect on a NIC is untried.",
+           "NVSHMEM's own. Its effect on a NIC is untried.",
            env="EPCY_NUM_QPS_PER_RANK", minimum=1, maximum=4096),
     Option("rdma_transport", "choice", "Who drives the NIC (nvshmem; the host backend has none): the GPU (ibgda), the "
-           "CPU (proxy), or NVLink alone (auto, as no path uses RDMA yet). A setting of the process, like "
-           "num_qps_per_rank, and untried on a NIC.", default="auto", env="EPCY_RDMA_TRANSPORT",
-           choices=("auto", "ibgda", "proxy")),
+           "CPU (proxy), or NVLink alone (auto, as ranks of one machine need no NIC). A setting of the process, like "
+           "num_qps_per_rank; BackendUnavailableError without a device for it. Untried on a NIC.", default="auto",
+           env="EPCY_RDMA_TRANSPORT", choices=("auto", "ibgda", "proxy")),
     Option("timeout", "float", "Seconds that any wait for another rank may last.", default=60.0, env="EPCY_TIMEOUT",
            minimum=1e-3, maximum=1e6),
     Option("on_timeout", "choice", "What a low-latency call does when a rank is late, gone or dead: raise "

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from epcy import backends
 from epcy.backends import bootstrap
-from epcy.errors import ArgumentError, EpcyError, StateError
+from epcy.errors import ArgumentError, BackendUnavailableError, EpcyError, StateError
 from epcy.options import BY_NAME, resolve
 
-__all__ = ["agree", "check", "init", "settle", "settled"]
+__all__ = ["agree", "check", "find_transport", "init", "settle", "settled"]
 
 # What NVSHMEM reads when it starts, by rdma_transport. "ibrc" is its transport that a CPU thread drives, which also
 # stands behind IBGDA for what the GPU cannot do.
@@ -64,6 +64,36 @@ def check(
     return variables
 
 
+def find_transport(options: dict[str, Any], devices: Sequence[str] | None = None) -> None:
+    """See that this machine has what `rdma_transport` asks for. Local.
+
+    Parameters
+    ----------
+    devices : sequence of str, optional
+        Its RDMA devices; by default those of /sys/class/infiniband.
+
+    Raises
+    ------
+    BackendUnavailableError
+        It has not; the message says what it has.
+    """
+    transport = options["rdma_transport"]
+    if devices is None:
+        try:
+            devices = sorted(os.listdir("/sys/class/infiniband"))
+        except OSError:
+            devices = []
+    wanted = {"ibgda": "mlx5", "proxy": ""}.get(transport)
+    if wanted is None or any(device.startswith(wanted) for device in devices):
+        return
+    kind = "an mlx5 device (ConnectX)" if wanted else "an RDMA device"
+    seen = f"only {', '.join(devices)}" if devices else "none"
+    raise BackendUnavailableError(
+        f"rdma_transport: {transport!r} needs {kind}, and this machine has {seen} in /sys/class/infiniband; leave it "
+        "at 'auto', with which ranks of one machine reach each other by NVLink"
+    )
+
+
 def agree(comm: Any, options: dict[str, Any], timeout: float) -> None:
     """Find out whether NVSHMEM can be started, or was, as each rank of `comm` wants it.
 
@@ -73,7 +103,8 @@ def agree(comm: Any, options: dict[str, Any], timeout: float) -> None:
 
     error = None
     try:
-        check("nvshmem", options)
+        if check("nvshmem", options):
+            find_transport(options)
     except EpcyError as caught:
         error = caught
     bootstrap.exchange(comm, None, error, timeout, "Buffer()")
@@ -127,7 +158,8 @@ def init(comm: Any = None, heap_bytes: int | None = None, *, device: int | None 
         ):
             raise ArgumentError(f"heap_bytes: expected a whole number of bytes, got {heap_bytes!r}")
         backends.find("nvshmem")
-        check("nvshmem", values)
+        if check("nvshmem", values):
+            find_transport(values)
     except EpcyError as caught:
         error = caught
     timeout = values.get("timeout", BY_NAME["timeout"].default)

@@ -36,6 +36,8 @@ class Topology:
     is_virtual : bool
         Whether some machine holds several nodes.
     num_machines : int
+    low_latency_transport : str, optional
+        What carries the low-latency calls of the Buffer that this is of; None without the mode.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class Topology:
     cpus_per_node: tuple[int, ...]
     is_virtual: bool = False
     num_machines: int = 1
+    low_latency_transport: str | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -94,6 +97,8 @@ class Topology:
         lines = [f"{self.num_ranks} ranks on {self.num_nodes} {kind}{'s' if self.num_nodes != 1 else ''}"]
         for node, (host, cpus) in enumerate(zip(self.hostnames, self.cpus_per_node, strict=True)):
             lines.append(f"  {kind} {node}: {host}, {cpus} cores, ranks {_ranges(self.ranks_of_node(node))}")
+        if self.low_latency_transport is not None:
+            lines.append(f"  low-latency calls: {self.low_latency_transport}")
         return "\n".join(lines)
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 HEADER, ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQ12xI")
 MAGIC = struct.pack("<IHH", 0xBA55ED50, 1, HEADER.size)
 PTX, SASS = 1, 2
-LIBRARY = "epcy/libepcy_cuda.so"
+LIBRARY, PUT_LIBRARY = "epcy/libepcy_cuda.so", "epcy/libepcy_put.so"
 
 
 class Kernels(NamedTuple):
@@ -59,6 +59,14 @@ def complaints(library: bytes | None, archs: set[int]) -> list[str]:
     return wrong
 
 
+def complaints_of_puts(library: bytes | None, archs: set[int]) -> list[str]:
+    """The same of what NVSHMEM's device library is linked into, which has more: its objects, for any later link."""
+    if library is None:
+        return [f"{PUT_LIBRARY} is missing"] if archs else []
+    missing = archs - kernels(library).sass
+    return [f"{PUT_LIBRARY} has no machine code for sm {sorted(missing)}"] if missing else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser("check_wheel.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("file", type=Path)
@@ -71,8 +79,9 @@ def main() -> int:
         with zipfile.ZipFile(args.file) as wheel:
             names = wheel.namelist()
             library = wheel.read(LIBRARY) if LIBRARY in names else None
+            puts = wheel.read(PUT_LIBRARY) if PUT_LIBRARY in names else None
         foreign = [n for n in names if re.search(r"\.so(\.|$)", n) and not re.fullmatch(r"epcy/.*\.so", n)]
-        wrong = [f"bundles {name}" for name in foreign]
+        wrong = [f"bundles {name}" for name in foreign] + complaints_of_puts(puts, archs)
     else:
         library, wrong = args.file.read_bytes(), []
     wrong += complaints(library, archs)

@@ -6,6 +6,7 @@ from epcy.backends.base cimport Backend
 from epcy.backends.counters cimport Counters
 from epcy.backends.cuda cimport epcy_peers, epcy_report
 from epcy.backends.cuda_low_latency cimport epcy_low_latency_wire
+from epcy.backends.cuda_put cimport epcy_put_wire
 
 
 cdef class Mapped:
@@ -18,6 +19,7 @@ cdef class Mapped:
 cdef class NvshmemHeap(Backend):
     cdef epcy_peers peers
     cdef epcy_low_latency_wire wire     # bytes 0: no low-latency mode
+    cdef epcy_put_wire put_wire         # bytes 0: no rank is far
     cdef Mapped mapped
     cdef Counters counters              # None: nothing is counted
     cdef object memory                  # symmetric.Allocation

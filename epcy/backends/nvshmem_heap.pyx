@@ -10,6 +10,7 @@ from epcy.backends.base cimport Backend
 from epcy.backends.cuda cimport *
 from epcy.backends.cuda_low_latency cimport epcy_low_latency_wire_layout
 from epcy.backends.counters cimport Counters
+from epcy.backends.cuda_put cimport epcy_put_layout
 from epcy.backends.symmetric cimport check
 from epcy.layout cimport epcy_heap_layout, epcy_num_local_experts
 
@@ -45,7 +46,8 @@ cdef class NvshmemHeap(Backend):
         symmetric.start(comm, self.device, None, self.timeout)
         self.peers.control = epcy_control_layout(&self.shape)
         self.wire = epcy_low_latency_wire_layout(&self.shape, self.peers.control.bytes)
-        words_bytes = self.peers.control.bytes + self.wire.bytes
+        self.put_wire = epcy_put_layout(&self.shape, &self.wire, self.num_far_ranks(options))
+        words_bytes = self.peers.control.bytes + self.wire.bytes + self.put_wire.bytes
         self.heap_layout = epcy_heap_layout(&self.shape, words_bytes)
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
@@ -86,6 +88,10 @@ cdef class NvshmemHeap(Backend):
             bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")  # every control region is zero now
         finally:
             epcy_cuda_set_device(previous, NULL)
+
+    def num_far_ranks(self, options):
+        """Ranks that no kernel may reach by plain stores."""
+        return 0
 
     def choose_blocks(self, num_sms):
         """Blocks for each destination. About 8 fill the link out of a rank, and more fill it less well; a rank's own

@@ -7,6 +7,7 @@ from epcy.backends.cuda_low_latency cimport (
     epcy_low_latency_call, epcy_low_latency_combine, epcy_low_latency_dispatch, epcy_low_latency_handle)
 from epcy.backends.cuda_event cimport CudaEvent
 from epcy.backends.nvshmem cimport NvshmemBackend
+from epcy.backends.stores cimport Stores
 from epcy.handle cimport LowLatencyHandle
 from epcy.layout cimport epcy_low_latency_area
 
@@ -43,11 +44,13 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
     cdef epcy_low_latency_combine combine_params
     cdef epcy_low_latency_area low_latency_area
     cdef Blocks blocks
+    cdef Stores carrier                 # how calls reach other ranks
     cdef uint64_t steps[2]              # calls of a kind, refused ones too: its epoch's steps, but for graphs'
     cdef uint64_t pending[2][2]         # the steps of calls that are sent and not received, the older first; or 0
 
     cdef int may_step(self, int kind) except -1
     cdef uint64_t step_of(self, int kind, bint return_recv_hook) noexcept
+    cdef int drain(self) except -1
     cdef int received_oldest(self, int kind) except -1
     cdef CudaLowLatencyHandle make_low_latency_handle(self, LowLatencyDispatchCall call)
     cdef int launch_dispatch(self, LowLatencyDispatchCall call, CudaLowLatencyHandle handle, int phases,

@@ -9,11 +9,12 @@ from libc.string cimport memset
 from epcy.arrays cimport KIND_INT64, Array, copied
 from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.cuda cimport (
-    EPCY_CUDA_TEXT_BYTES, epcy_cuda_event_wait, epcy_cuda_fetch, epcy_cuda_set_device)
+    EPCY_CUDA_TEXT_BYTES, epcy_cuda_event_wait, epcy_cuda_fetch, epcy_cuda_set_device, epcy_peers)
 from epcy.backends.cuda_low_latency cimport *
 from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
 from epcy.backends.cuda_event cimport CudaEvent
 from epcy.backends.nvshmem cimport NvshmemBackend
+from epcy.backends.stores cimport Stores
 from epcy.backends.symmetric cimport check
 from epcy.handle cimport LowLatencyHandle
 from epcy.layout cimport (
@@ -21,9 +22,9 @@ from epcy.layout cimport (
 
 import numpy as np
 
-from epcy.backends import verdicts
+from epcy.backends import bootstrap, cuda_sizes, verdicts
 from epcy.backends.cuda_event import Foreign
-from epcy.errors import NotSupportedError, StateError
+from epcy.errors import BackendUnavailableError, EpcyError, NotSupportedError, StateError
 from epcy.status import OPERATIONS
 
 cdef uint32_t OP_DISPATCH = OPERATIONS.index("low_latency_dispatch")
@@ -93,11 +94,11 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         cdef epcy_low_latency_handle nowhere
         cdef int previous = 0, blocks = 0
         if shape["num_low_latency_tokens"]:
-            self.refuse_sizes(shape, options)
+            self.refuse_sizes(shape)
         super().__init__(comm, shape, options, identities, token)
         if not self.shape.num_low_latency_tokens:
             return
-        self.low_latency_transport = "NVLink"
+        self.choose_carrier(options)
         self.low_latency_area = epcy_low_latency_area_layout(&self.shape)
         memset(&self.dispatch_params, 0, sizeof(self.dispatch_params))
         memset(&self.combine_params, 0, sizeof(self.combine_params))
@@ -114,13 +115,51 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             if previous != self.device:
                 epcy_cuda_set_device(previous, NULL)
 
-    def refuse_sizes(self, dict shape, dict options):
+    def num_far_ranks(self, options):
+        return cuda_sizes.num_far_ranks(options, self.num_ranks)
+
+    def choose_carrier(self, dict options):
+        """Collective: how calls reach other ranks, and what that needs."""
+        cdef Stores carrier
+        cdef uint32_t far = cuda_sizes.far_ranks(options, self.num_ranks, self.rank)
+        cdef bint allowed = options["allow_nvlink_for_low_latency_mode"], by_stores
+        cdef int previous = 0
+        by_stores = allowed and cuda_sizes.ranks_by_stores(options, self.num_ranks) == self.num_ranks
+        if (options["num_max_nvl_peers"] or self.num_ranks) < self.num_ranks:
+            self.no_dispatch = (f"num_max_nvl_peers={options['num_max_nvl_peers']} makes several nodes of the "
+                                f"{self.num_ranks} ranks, between which this build has low-latency calls alone")
+        error = None
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            if by_stores:
+                carrier = Stores()
+            else:
+                from epcy.backends.puts import Puts
+                carrier = Puts()
+                carrier.open(&self.put_wire, far, self.memory, self.device)
+            self.carrier = carrier
+        except ImportError as missing:
+            error = BackendUnavailableError("allow_nvlink_for_low_latency_mode: False, and more ranks than "
+                                            "num_max_nvl_peers, need epcy/libepcy_put.so, which cannot be loaded "
+                                            f"({missing}); leave both at their defaults")
+        except EpcyError as caught:
+            error = caught
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+        if not by_stores:
+            try:
+                bootstrap.exchange(self.comm, None, error, self.timeout, "Buffer()")
+            except EpcyError:
+                self.memory.free()
+                raise
+        self.low_latency_transport = self.carrier.name
+        if allowed and not by_stores:
+            self.low_latency_transport = f"NVLink, between nodes {self.carrier.name}"
+
+    def refuse_sizes(self, dict shape):
         """What this build cannot do; the same on every rank."""
         num_local = shape["num_experts"] // shape["num_ranks"]
         tokens, rows = shape["num_low_latency_tokens"], shape["num_experts"] * shape["num_low_latency_tokens"]
-        if not options["allow_nvlink_for_low_latency_mode"]:
-            raise NotSupportedError("allow_nvlink_for_low_latency_mode: this build moves low-latency rows by NVLink "
-                                    "alone; leave it True")
         if num_local > EPCY_LOW_LATENCY_MAX_LOCAL or tokens > EPCY_LOW_LATENCY_MAX_TOKENS or rows >= 2**30:
             raise NotSupportedError(
                 f"num_max_low_latency_tokens_per_rank: the low-latency mode on GPUs takes up to "
@@ -133,6 +172,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             c = &self.combine_params.call
         c.peers, c.wire = self.peers, self.wire
         c.peers.operation = OP_DISPATCH + <uint32_t>kind
+        self.carrier.prepare(&c.peers)
         epcy_low_latency_constants(c)
 
     # ---- steps ----------------------------------------------------------------------------------------------
@@ -217,7 +257,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         d.area, d.stats, d.stats_is_int64 = handle.area, NULL, 0
         if call.stats is not None:
             d.stats, d.stats_is_int64 = call.stats.data, call.stats.kind == KIND_INT64
-        return check(epcy_cuda_launch_low_latency_dispatch(d, <void *>stream), "launching low_latency_dispatch")
+        return self.carrier.dispatch(d, stream)
 
     cdef tuple low_latency_dispatch(self, LowLatencyDispatchCall call):
         cdef CudaLowLatencyHandle handle
@@ -287,7 +327,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         c.topk_weights = NULL
         if call.topk_weights is not None:
             c.topk_weights = <const float *>call.topk_weights.data
-        return check(epcy_cuda_launch_low_latency_combine(c, <void *>stream), "launching low_latency_combine")
+        return self.carrier.combine(c, stream)
 
     cdef object low_latency_combine(self, LowLatencyCombineCall call):
         cdef CudaLowLatencyHandle handle = call.handle
@@ -339,6 +379,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
     def refuse(self, int op, str text):
         """Take part in a call without data, so that the others learn why and stay in step."""
         cdef int previous = 0, kind = op - <int>OP_DISPATCH
+        cdef epcy_peers peers = self.peers
         cdef CudaEvent event = CudaEvent.__new__(CudaEvent)
         if kind != LOW_LATENCY_DISPATCH and kind != LOW_LATENCY_COMBINE:
             return NvshmemBackend.refuse(self, op, text)
@@ -349,15 +390,34 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         try:
             if self.last is not None and self.last_stream != self.own_stream:
                 check(epcy_cuda_event_wait(self.last.event, <void *>self.own_stream), "cudaStreamWaitEvent")
-            check(epcy_cuda_launch_low_latency_refusal(&self.peers, &self.wire, kind, <uint32_t>op, raw,
-                                                       <void *>self.own_stream), "launching a refusal")
+            self.carrier.prepare(&peers)
+            self.carrier.refuse(&peers, &self.wire, kind, <uint32_t>op, raw, self.own_stream)
             event.record(self.own_stream)
             self.last, self.last_stream = event, self.own_stream
         finally:
             if previous != self.device:
                 epcy_cuda_set_device(previous, NULL)
 
+    cdef int drain(self) except -1:
+        """Behind everything launched so far: let what is under way to other ranks come there."""
+        cdef int previous = 0
+        if self.carrier is None:
+            return 0
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            if self.last is not None and self.last_stream != self.own_stream:
+                check(epcy_cuda_event_wait(self.last.event, <void *>self.own_stream), "cudaStreamWaitEvent")
+            return self.carrier.quiet(self.own_stream)
+        finally:
+            epcy_cuda_set_device(previous, NULL)
+
     def reset(self):
+        self.drain()
         NvshmemBackend.reset(self)
         memset(self.pending, 0, sizeof(self.pending))
         self.steps[0] = self.steps[1] = <uint64_t>self.num_resets * 512     # the same number on every rank
+
+    def close(self, bint together):
+        if together:
+            self.drain()
+        NvshmemBackend.close(self, together)

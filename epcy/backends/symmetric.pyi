@@ -6,6 +6,9 @@ class Runtime:
     device: int
 
 class Allocation:
+    bases: list[int]
+    names: list[int]
+    pes: list[int]
     def free(self) -> None: ...
 
 def num_devices() -> int: ...

@@ -124,8 +124,9 @@ def align(int64_t nbytes):
 class Allocation:
     """A Buffer's symmetric memory: where each rank's part is, as this GPU reaches it."""
 
-    def __init__(self, address, nbytes, bases, offset):
+    def __init__(self, address, nbytes, bases, names, pes, offset):
         self.address, self.nbytes, self.bases, self.offset = address, nbytes, bases, offset
+        self.names, self.pes = names, pes       # the address here by which NVSHMEM knows a rank's part, and that rank
 
     def free(self):
         """Collective where the memory is NVSHMEM's own; the arena's is given back locally."""
@@ -167,8 +168,6 @@ def allocate(comm, int64_t nbytes, timeout):
         offsets = bootstrap.exchange(comm, offset, error, timeout, "Buffer()")
         _runtime.used = sorted([*_runtime.used, (offset, nbytes)])
         address = _runtime.arena + offset
-    bases = []
-    for rank, pe in enumerate(pes):
-        local = address if offsets is None else _runtime.arena + offsets[rank]
-        bases.append(<uintptr_t>epcy_nvshmem_ptr(<void *><uintptr_t>local, pe))
-    return Allocation(address, nbytes, bases, place)
+    names = [address if offsets is None else _runtime.arena + at for at in offsets or pes]
+    bases = [<uintptr_t>epcy_nvshmem_ptr(<void *><uintptr_t>name, pe) for name, pe in zip(names, pes)]
+    return Allocation(address, nbytes, bases, names, pes, place)

@@ -151,12 +151,13 @@ struct LowLatency {
     const uint32_t *held = state()->held[kind];
     return make_uint2(load_local(held), load_local(held + 1));
   }
-  EPCY_DEVICE void acknowledge(uint2 held) const {
+  EPCY_DEVICE uint32_t received(uint2 held) const {
     uint32_t received = before;
     if (held.x && (int32_t)(held.x - 1 - received) < 0) received = held.x - 1;
     if (held.y && (int32_t)(held.y - 1 - received) < 0) received = held.y - 1;
-    acknowledge(received);
+    return received;
   }
+  EPCY_DEVICE void acknowledge(uint2 held) const { acknowledge(received(held)); }
   EPCY_DEVICE void acknowledge(uint32_t received) const {
     if (has_peer()) store_word(ack(lane, c.rank), received);
   }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Path(__file__).resolve().parent / "machine"
-HOST_ALONE = ("runtime.cu", "stamp.cu")
+HOST_ALONE = ("runtime.cu", "stamp.cu", "put_runtime.cu")
 KERNELS = sorted(p for p in (ROOT / "src/cuda").glob("*.cu") if p.name not in HOST_ALONE)
 
 FLAGS = (
@@ -27,6 +27,7 @@ FLAGS += ["-DEPCY_EMULATED", f"-I{ROOT / 'include'}", f"-I{ROOT / 'src/cuda'}", 
 # Each store of a kernel is told to the machine: see memory.cpp. Nothing of the sanitizer itself is linked.
 OF_MACHINE = ["-O2", "-Wall"]
 OF_KERNELS = ["-O1", "-fsanitize=thread", "--param", "tsan-distinguish-volatile=1"]
+OF_KERNELS += ["-fno-threadsafe-statics"]  # launchers run in one thread, and the guards are the sanitizer's calls
 OF_KERNELS += [
     "--param",
     "tsan-instrument-func-entry-exit=0",

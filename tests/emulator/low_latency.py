@@ -26,9 +26,14 @@ class Received:
 class LowLatencyRanks(World):
     """A World with the low-latency calls; results are what lies in their arrays after `run`."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, ranks_per_node: int | None = None, **options: Any) -> None:
+        """`ranks_per_node`: ranks of other nodes are far, and reached by puts; None: nobody is."""
         options.setdefault("num_rows", 16)
-        super().__init__(*args, low_latency=True, **options)
+        R, per_node = args[0], ranks_per_node or args[0]
+        node = [r // per_node for r in range(R)]
+        self.far = [sum(1 << q for q in range(R) if node[q] != node[r]) for r in range(R)]
+        num_far = max(mask.bit_count() for mask in self.far)
+        super().__init__(*args, low_latency=True, num_far=num_far, **options)
 
     def make_handle(self, rank: int) -> Any:
         """A handle's memory, full of nonsense, with its arrays."""
@@ -53,7 +58,7 @@ class LowLatencyRanks(World):
         row_bytes: int,
         blocks: int,
     ) -> None:
-        call.peers = self.peers(rank, operation=header & 7)
+        call.peers = self.mirrored(rank, header & 7)
         call.wire, call.handle, call.sent = self.wire, handle, handle.sent + 4 * slot
         call.header, call.phases, call.num_tokens, call.dtype = header, phases, T, kind
         call.max_blocks = blocks
@@ -102,7 +107,7 @@ class LowLatencyRanks(World):
         d.stats, d.stats_is_int64 = pointer(stats), stats is not None and stats.dtype == np.int64
         if use_fp8:
             d.num_scales, d.part_scales = self.H // group, C.EPCY_PART_BYTES // group
-        self.launch(rank, "epcy_cuda_launch_low_latency_dispatch", ctypes.byref(d))
+        self.carry(rank, d, 0)
         return into
 
     def combine(
@@ -130,15 +135,63 @@ class LowLatencyRanks(World):
         self.fill(c.call, rank, handle, slot, header, phases=phases, T=T, kind=kind,
                   row_bytes=self.H * y.dtype.itemsize, blocks=blocks)  # fmt: skip
         c.x, c.topk_weights, c.out = pointer(y), pointer(weights), pointer(out)
-        self.launch(rank, "epcy_cuda_launch_low_latency_combine", ctypes.byref(c))
+        self.carry(rank, c, 1)
         return out
 
     def refuse(self, rank: int, kind: int, text: bytes = b"no") -> None:
         """Queue this rank's part of a call that it refuses."""
         op = OP_DISPATCH if kind == C.EPCY_LOW_LATENCY_DISPATCH else OP_COMBINE
-        peers = self.peers(rank, operation=op)
+        peers = self.mirrored(rank, op)
         self.launch(rank, "epcy_cuda_launch_low_latency_refusal", ctypes.byref(peers), ctypes.byref(self.wire),
                     kind, ctypes.c_uint32(op), text)  # fmt: skip
+        if self.far[rank]:
+            call = C.epcy_low_latency_call()
+            call.peers, call.wire, call.header = peers, self.wire, op | C.EPCY_HEADER_REFUSED
+            self.lib.emulated_complete(ctypes.byref(call), ctypes.c_int64(self.shape.row_bytes))
+            self.launch_put(rank, call, kind, "send")
+            self.launch_put(rank, call, kind, "acknowledge")
+
+    # ---- far ranks, as epcy/backends/nvshmem_put.pyx does it
+
+    def mirrored(self, rank: int, operation: int) -> Any:
+        peers = self.peers(rank, operation=operation)
+        self.lib.emulated_mirrors(
+            ctypes.byref(peers), ctypes.byref(self.put_wire), ctypes.c_uint32(self.far[rank])
+        )
+        return peers
+
+    def launch_put(self, rank: int, call: Any, kind: int, step: str, weights: int | None = None) -> None:
+        p = C.epcy_put()
+        p.call, p.wire, p.far, p.kind, p.topk_weights = call, self.put_wire, self.far[rank], kind, weights
+        for r in range(self.R):
+            p.name[r], p.pe[r] = self.memory[r].ctypes.data, r
+        self.launch(rank, f"epcy_put_launch_{step}", ctypes.byref(p))
+
+    def carry(self, rank: int, params: Any, kind: int) -> None:
+        """Queue a call: one kernel, or with far ranks its halves and what goes around them."""
+        name = "epcy_cuda_launch_low_latency_" + ("combine" if kind else "dispatch")
+        if not self.far[rank]:
+            self.launch(rank, name, ctypes.byref(params))
+            return
+        asked = params.call.phases
+        for phase in (SEND, RECEIVE):
+            if not asked & phase:
+                continue
+            part = type(params).from_buffer_copy(params)
+            part.call.phases = phase
+            if phase == RECEIVE:
+                self.launch_put(rank, part.call, kind, "await")
+            elif kind and self.gives_weights(part):
+                self.launch_put(rank, part.call, kind, "weights", part.topk_weights)
+            self.launch(rank, name, ctypes.byref(part))
+            self.launch_put(rank, part.call, kind, "send" if phase == SEND else "acknowledge")
+
+    def gives_weights(self, params: Any) -> bool:
+        """Whether the experts' ranks wait for weights of a combine."""
+        return bool(
+            params.call.header & C.EPCY_LOW_LATENCY_WEIGHTS
+            and not params.call.header & C.EPCY_LOW_LATENCY_SOURCE
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """As if every rank had come to this call of either kind, before `run`."""

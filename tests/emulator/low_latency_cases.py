@@ -46,15 +46,16 @@ def check_quiet(world: Any, verdict: int = 0, but: int | None = None) -> None:
         assert report.late_verdict == (0 if r == but else verdict), f"rank {r}"
 
 
-def random_case(seed: int) -> None:
-    """A few dispatches with combines, of random sizes and options, ranks at different paces."""
+def random_case(seed: int, by_puts: bool = False) -> None:
+    """A few dispatches with combines, of random sizes and options, ranks at different paces; `by_puts`: some far."""
     rng = np.random.default_rng(seed)
     R, L = int(rng.choice([1, 2, 2, 3, 4])), int(rng.choice([1, 3, 8]))
     K, M = int(rng.choice([1, 2, 4, 8, 9, 12, 32])), int(rng.choice([4, 9]))
     H = int(rng.choice([128, 256, 512, 1024] if rng.random() < 0.8 else [8, 56, 120, 1000]))
     if rng.random() < 0.07:
         H, K, M, R = 7680, min(K, 4), 4, min(R, 2)  # two parts of a row
-    world = LowLatencyRanks(R, L, K, M, H, row_bytes=H * 4)
+    far = {"ranks_per_node": int(rng.integers(1, R))} if by_puts and R > 1 else {}
+    world = LowLatencyRanks(R, L, K, M, H, row_bytes=H * 4, **far)
     x_dtype = FLOATS[int(rng.integers(3))]
     blocks = [int(rng.integers(1, 5)) for _ in range(R)]
     received, summed = [], []
@@ -125,12 +126,14 @@ def check_sums(outs: list[Any], ys: list[Any], routing: Any, applied: Any, how: 
         assert not bad, f"rank {r}, {how}, {mine.dtype}: tokens {bad} of {len(theirs)}"
 
 
-def calls_in_flight(seed: int, wrap: bool = False, refuse: bool = False) -> None:
+def calls_in_flight(
+    seed: int, wrap: bool = False, refuse: bool = False, ranks_per_node: int | None = None
+) -> None:
     """Two calls of a kind in flight on each rank; `wrap`: epochs pass 2^32; `refuse`: a rank refuses one."""
     rng = np.random.default_rng(seed)
     R, L, K, M = int(rng.choice([2, 3])), int(rng.choice([2, 5])), int(rng.choice([2, 8])), 6
     H, num_calls = int(rng.choice([256, 512])), 4
-    world = LowLatencyRanks(R, L, K, M, H, row_bytes=H * 4)
+    world = LowLatencyRanks(R, L, K, M, H, row_bytes=H * 4, ranks_per_node=ranks_per_node)
     if wrap:
         world.set_epoch(0xFFFFFFFF - int(rng.integers(0, 4)))
     blocks = [int(rng.integers(1, 5)) for _ in range(R)]

@@ -35,6 +35,7 @@ class World:
         row_bytes: int | None = None,
         num_rows: int | None = None,
         low_latency: bool = False,
+        num_far: int = 0,
         timeout_ns: int = FOREVER,
         arch: int = 90,
         delays: bool = True,
@@ -52,16 +53,16 @@ class World:
         s.num_rows = num_rows or num_ranks * max_tokens * max(1, min(num_topk, num_local)) + 128 * num_local
         s.num_low_latency_tokens = max_tokens if low_latency else 0
         self.control, self.area = C.epcy_control(), C.epcy_area()
-        self.wire, self.heap = C.epcy_low_latency_wire(), C.epcy_heap()
+        self.wire, self.heap, self.put_wire = C.epcy_low_latency_wire(), C.epcy_heap(), C.epcy_put_wire()
         refs = [ctypes.byref(v) for v in (s, self.control, self.area, self.wire, self.heap)]
-        self.lib.emulated_layout(*refs)
+        self.lib.emulated_layout(*refs, ctypes.c_int64(num_far), ctypes.byref(self.put_wire))
         self.timeout_ns = timeout_ns
         self.keep: list[Any] = []
         # without the low-latency areas: results are arrays of their own
         heap_bytes = self.heap.low_latency_x[0]
         self.memory = [self.array(r, heap_bytes, np.uint8, align=4096) for r in range(num_ranks)]
         for r in range(num_ranks):
-            self.memory[r][: self.control.bytes + self.wire.bytes] = 0
+            self.memory[r][: self.control.bytes + self.wire.bytes + self.put_wire.bytes] = 0
         report_bytes = ctypes.sizeof(C.epcy_report) + 8 * num_local
         self.reports = [self.array(-1, report_bytes, np.uint8) for _ in range(num_ranks)]
         for report in self.reports:

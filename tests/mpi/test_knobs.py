@@ -10,6 +10,7 @@ import pytest
 
 import epcy
 from epcy.options import BY_NAME
+from mpi import low_latency_cases
 from mpi.cases import check_combine, check_dispatch, draw, raised, to_device, to_host
 from parallel import ROOT
 
@@ -44,17 +45,16 @@ def test_num_max_nvl_peers(comm, make_buffer, backend, peers):
     check_combine(buf, r.handle, routing, 2)
 
 
-def test_allow_nvlink_for_low_latency_mode(make_buffer, backend):
-    assert make_buffer(low_latency_mode=True).low_latency_transport == (
-        "NVLink" if backend == "nvshmem" else "shared memory"
-    )
-    if backend == "host":  # there is nothing else to choose from
-        other = make_buffer(low_latency_mode=True, allow_nvlink_for_low_latency_mode=False)
-        assert other.low_latency_transport == "shared memory"
-        assert other.options["allow_nvlink_for_low_latency_mode"] is False
-    else:
-        refused = {"low_latency_mode": True, "allow_nvlink_for_low_latency_mode": False}
-        assert isinstance(raised(lambda: make_buffer(**refused)), epcy.NotSupportedError)
+def test_allow_nvlink_for_low_latency_mode(comm, make_buffer, backend):
+    """It chooses what rows travel by, and changes no bit."""
+    for allowed, name in ((True, "NVLink"), (False, "NVSHMEM put")):
+        buf = make_buffer(low_latency_mode=True, allow_nvlink_for_low_latency_mode=allowed)
+        assert buf.options["allow_nvlink_for_low_latency_mode"] is allowed
+        # the host backend has nothing else to choose from
+        assert buf.low_latency_transport == ("shared memory" if backend == "host" else name)
+        sent = draw(3, comm.size, 6, num_experts=E * comm.size)
+        handle, routing = low_latency_cases.check_dispatch(buf, sent)
+        low_latency_cases.check_combine(buf, handle, routing, 3, dispatched=sent.weights)
 
 
 @pytest.mark.host_only("settings of the process: on nvshmem they would be those of every test")

@@ -42,6 +42,12 @@ def test_architectures_are_read(check_wheel):
     assert "expected [90]" in check_wheel.complaints(fat_binary((2, 80)), {90})[0]
     assert check_wheel.complaints(None, {90}) == ["epcy/libepcy_cuda.so is missing"]
     assert check_wheel.complaints(None, set()) == []
+    assert check_wheel.complaints_of_puts(library, {80, 90}) == []
+    assert check_wheel.complaints_of_puts(library, {80, 89}) == [
+        "epcy/libepcy_put.so has no machine code for sm [89]"
+    ]
+    assert check_wheel.complaints_of_puts(None, {90}) == ["epcy/libepcy_put.so is missing"]
+    assert check_wheel.complaints_of_puts(None, set()) == []
     with pytest.raises(ValueError, match="kind 9"):
         check_wheel.kernels(fat_binary((9, 80)))
 
@@ -65,11 +71,14 @@ def test_cuobjdump_sees_the_same(check_wheel):
 
 
 @built
-def test_the_library_needs_one_library_of_nvidia():
+@pytest.mark.parametrize("library", ["libepcy_cuda.so", "libepcy_put.so"])
+def test_the_library_needs_one_library_of_nvidia(library):
     """libcuda comes with a driver, which the machine may lack; it is asked for when a GPU is looked for."""
     if shutil.which("readelf") is None:
         pytest.skip("no readelf")
-    done = subprocess.run(["readelf", "-d", str(LIBRARY)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["readelf", "-d", str(PACKAGE / library)], capture_output=True, text=True, check=True
+    )
     needed = set(re.findall(r"NEEDED.*\[(.*)\]", done.stdout))
     system = r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so\.\d+|ld-linux.*"
     assert {name for name in needed if not re.fullmatch(system, name)} == {"libnvshmem_host.so.3"}
@@ -110,6 +119,7 @@ def test_the_modules_import_and_say_why_the_backend_does_not_work():
         f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); import epcy; from epcy import backends\n"
     )
     program += "backends.load_nvshmem(); import epcy.backends.nvshmem; from epcy.backends import symmetric\n"
+    program += "import epcy.backends.puts\n"
     program += "print(symmetric.num_devices())\n"
     if int(reason(program)):
         pytest.skip("there is a GPU")

@@ -67,6 +67,24 @@ def test_low_latency_areas():
             epcy.Buffer.size_hint(8, low_latency_mode=True, **{**sizes, **options})
 
 
+def test_mirrors_of_the_ranks_that_are_reached_by_puts():
+    sizes = {"num_max_tokens_per_rank": 64, "hidden": 512, "num_experts": 16, "num_topk": 4}
+
+    def low_latency(num_ranks, allowed, backend="nvshmem", mode=True):
+        return epcy.Buffer.size_hint(
+            num_ranks, **sizes, low_latency_mode=mode, backend=backend, allow_nvlink_for_low_latency_mode=allowed
+        )["low_latency"]  # fmt: skip
+
+    assert low_latency(1, False) == low_latency(1, True)  # nobody is far
+    areas = 4 * 16 * 64 * 1024  # two of each kind, and what rows travel through beside them
+    for num_ranks in (2, 8):
+        more = low_latency(num_ranks, False) - low_latency(num_ranks, True)
+        wire = low_latency(num_ranks, True) - areas
+        assert more > (num_ranks - 1) * wire * 0.9
+    assert low_latency(8, False, mode=False) == 0
+    assert low_latency(8, False, backend="host") == low_latency(8, True, backend="host")
+
+
 def test_nvshmem_without_cuda():
     sizes = {"num_max_tokens_per_rank": 4096, "hidden": 7168, "num_experts": 64, "num_topk": 8}
     host = epcy.Buffer.size_hint(8, low_latency_mode=True, **sizes)

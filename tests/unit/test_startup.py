@@ -81,3 +81,23 @@ def test_a_variable_of_the_users(settle):
         settle(4, NVSHMEM_IBGDA_NUM_RC_PER_PE="8")
     assert startup.settled() == {}
     settle(8)
+
+
+@pytest.mark.parametrize(
+    "transport, devices, seen",
+    [
+        ("ibgda", [], "mlx5 device .*has none"),
+        ("ibgda", ["irdma0", "bnxt_re1"], "only irdma0, bnxt_re1"),
+        ("proxy", [], "an RDMA device, .*has none"),
+    ],
+)
+def test_a_transport_that_is_not_there(transport, devices, seen):
+    with pytest.raises(
+        epcy.BackendUnavailableError, match=f"rdma_transport: '{transport}' needs .*{seen}.*'auto'"
+    ):
+        startup.find_transport({"rdma_transport": transport}, devices)
+
+
+def test_transports_that_are_there():
+    for transport, devices in (("auto", []), ("ibgda", ["irdma0", "mlx5_1"]), ("proxy", ["irdma0"])):
+        startup.find_transport({"rdma_transport": transport}, devices)

@@ -1,7 +1,7 @@
 // What Python calls of the machine, and of the C headers. Kernels are launched by src/cuda's own launchers.
 #include <cstdio>
 
-#include "epcy/low_latency.h"
+#include "epcy/put.h"
 #include "inside.h"
 
 using namespace emulated;
@@ -50,10 +50,14 @@ EXPORTED uint64_t emulated_slices() { return machine.slices; }
 
 // ---- of the headers
 EXPORTED void emulated_layout(const epcy_shape *shape, epcy_control *control, epcy_area *area,
-                              epcy_low_latency_wire *wire, epcy_heap *heap) {
+                              epcy_low_latency_wire *wire, epcy_heap *heap, int64_t num_mirrors, epcy_put_wire *put) {
   *control = epcy_control_layout(shape), *area = epcy_area_layout(shape);
   *wire = epcy_low_latency_wire_layout(shape, control->bytes);
-  *heap = epcy_heap_layout(shape, control->bytes + wire->bytes);
+  *put = epcy_put_layout(shape, wire, num_mirrors);
+  *heap = epcy_heap_layout(shape, control->bytes + wire->bytes + put->bytes);
+}
+EXPORTED void emulated_mirrors(epcy_peers *peers, const epcy_put_wire *wire, uint32_t far) {
+  epcy_put_mirrors(peers, wire, far);
 }
 EXPORTED int64_t emulated_handle(const epcy_shape *shape, char *base, epcy_low_latency_handle *handle) {
   return epcy_low_latency_handle_layout(shape, base, handle);
@@ -69,6 +73,7 @@ EXPORTED int64_t emulated_sizeof(const char *name) {
   SIZE_OF(epcy_cuda_staging)
   SIZE_OF(epcy_low_latency_dispatch)
   SIZE_OF(epcy_low_latency_combine)
+  SIZE_OF(epcy_put)
   return -1;
 }
 

@@ -129,6 +129,7 @@ struct Stream {
   std::deque<Operation> operations;
   std::vector<std::unique_ptr<Block>> blocks; // of the launch at the front
   uint64_t not_before = 0;
+  bool is_queue = false; // of a network
 };
 
 struct Region { // of memory that kernels may write

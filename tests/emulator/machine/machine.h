@@ -44,6 +44,11 @@ void bulk_commit();
 void bulk_wait(int groups, bool read);
 void proxy_fence();
 
+// ---- a network (network.cpp)
+void network_put(void *to, const void *from, size_t bytes, uint64_t *flag, uint64_t value); // then the flag
+void network_store(void *to, uint64_t value, size_t bytes);
+bool network_is_quiet(); // of this rank's
+
 // ---- launches (machine.cpp)
 struct Launch {
   std::function<void()> body;

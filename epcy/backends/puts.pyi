@@ -1,0 +1,3 @@
+from epcy.backends.stores import Stores
+
+class Puts(Stores): ...

@@ -1,0 +1,2 @@
+class Stores:
+    name: str
