@@ -8,6 +8,7 @@
 PYTHON ?= python3
 RANKS ?= 1 2 3 4 8
 NP ?= 2
+SUITE ?= figures
 STEPS ?= 200
 ARGS ?=
 
@@ -78,8 +79,8 @@ test-gpu: build ## the GPU tests on NP ranks with PYTHON and the mpiexec on PATH
 	EPCY_TEST_BACKENDS=$${EPCY_TEST_BACKENDS:-host,nvshmem} mpiexec -n $(NP) "$(PYTHON)" $(PYTEST) $(wildcard tests/gpu) tests/mpi $(ARGS)
 
 bench-gpu: build ## every figure of benchmarks/README.md on NP GPUs with PYTHON, into benchmarks/gpu-NP-ranks-DATE.json
-	mpiexec -n $(NP) "$(PYTHON)" -m mpi4py -m epcy.bench --suite figures --backend nvshmem \
-	  --json "benchmarks/gpu-$(NP)-ranks-$$(date +%Y-%m-%d).json" $(ARGS)
+	mpiexec -n $(NP) "$(PYTHON)" -m mpi4py -m epcy.bench --suite $(SUITE) --backend nvshmem \
+	  --json "benchmarks/gpu$(SUITE:figures%=%)-$(NP)-ranks-$$(date +%Y-%m-%d).json" $(ARGS)
 
 # ---- with .venv, made here on the first call ---------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""Sets of lines that are measured by one command: `make bench-gpu` runs figures, `make bench` decoding."""
+"""Sets of lines that are measured by one command: `make bench-gpu` runs figures, or by `SUITE=figures-ll` those of low
+latency alone; `make bench` decoding."""
 
 from __future__ import annotations
 
@@ -14,9 +15,8 @@ ALL = "--baseline cupy,nccl-alltoall"
 BARE = "--baseline nccl-alltoall"
 
 # Neighbours that need an equal Buffer share it. First calls come first: code is loaded once a process.
-FIGURES = (
+HIGH_THROUGHPUT = (
     f"first-call {PREFILL}",
-    f"first-call -b 128 -e 128 --experts 256 --dtype fp8 {DECODE}",
     f"dispatch {PREFILL} {ALL}",
     f"dispatch {PREFILL} --cached {ALL}",
     f"dispatch {PREFILL} --dtype fp8 {ALL}",
@@ -30,6 +30,9 @@ FIGURES = (
     f"dispatch combine {PREFILL} --num-sms 24",
     f"dispatch {PREFILL} --dtype fp8 --num-sms 24",
     f"dispatch combine {PREFILL} --layout expert --expert-alignment 128 {BARE}",
+)
+LOW_LATENCY = (
+    f"first-call -b 128 -e 128 --experts 256 --dtype fp8 {DECODE}",
     *(
         f"{what} -b {tokens} -e {tokens} --experts {experts} {DECODE} {graph}"
         for tokens, experts in ((1, 256), (8, 256), (128, 256), (128, 288), (256, 256))
@@ -61,7 +64,12 @@ DECODING = (
     f"combine --use-logfmt {SMALL}",
     f"overlap --dtype bf16 --calls 4 {SMALL}",
 )
-SETS = {"figures": FIGURES, "decoding": DECODING}
+SETS = {
+    "figures": (*HIGH_THROUGHPUT, *LOW_LATENCY),
+    "figures-ht": HIGH_THROUGHPUT,
+    "figures-ll": LOW_LATENCY,
+    "decoding": DECODING,
+}
 
 
 def expand(given: Arguments, num_ranks: int) -> Sequence[Arguments]:
