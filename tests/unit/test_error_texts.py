@@ -99,7 +99,6 @@ HERE = [one for one in TEXTS if one.text is not None]
 EXCEPTIONS = {
     "comm: MPI is not running": "MPI cannot be asked for more",
     "comm: it holds ranks outside": "NVSHMEM knows no names of theirs; MPI_Group_translate gives none either",
-    "allow_nvlink_for_low_latency_mode: False, and": "it has one other value",
     "mask_rank: the nvshmem backend": "any rank is refused",
     "a Buffer cannot be pickled": "pickle has no arguments",
     "Buffer: __init__ was called twice": "before the ranks know each other",
