@@ -107,8 +107,8 @@ def elsewhere(epoch: int, rank: int, operations: Sequence[int]) -> MismatchError
         f"rank {r}: {f'in {OPERATIONS[op]}' if op else 'in no call yet'}" for r, op in enumerate(operations)
     )
     return MismatchError(
-        f"operation: the ranks disagree in call {epoch} of rank {rank}: {shown}; every rank must make the same calls on "
-        "a Buffer in the same order; call reset() on all ranks first"
+        f"operation: the ranks disagree in call {epoch} of rank {rank}: {shown}; every rank must make the same calls "
+        "on a Buffer in the same order; call reset() on all ranks first"
     )
 
 

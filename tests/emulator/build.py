@@ -27,7 +27,9 @@ FLAGS += ["-DEPCY_EMULATED", f"-I{ROOT / 'include'}", f"-I{ROOT / 'src/cuda'}", 
 # Each store of a kernel is told to the machine: see memory.cpp. Nothing of the sanitizer itself is linked.
 OF_MACHINE = ["-O2", "-Wall"]
 OF_KERNELS = ["-O1", "-fsanitize=thread", "--param", "tsan-distinguish-volatile=1"]
-OF_KERNELS += ["-fno-threadsafe-statics"]  # launchers run in one thread, and the guards are the sanitizer's calls
+OF_KERNELS += [
+    "-fno-threadsafe-statics"
+]  # launchers run in one thread, and the guards are the sanitizer's calls
 OF_KERNELS += [
     "--param",
     "tsan-instrument-func-entry-exit=0",
