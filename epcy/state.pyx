@@ -71,6 +71,8 @@ cdef class BufferState:
         Raises
         ------
         ArgumentError, StateError
+        NotSupportedError
+            Puts carry low-latency calls here (`buf.low_latency_transport`); they need all ranks.
         """
         self.enter("mask_rank")
         self._busy = False

@@ -473,8 +473,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         cdef CudaEvent event
         cdef int previous = 0
         if self.put_wire.bytes:
-            raise NotSupportedError("mask_rank: where puts carry low-latency calls they need all ranks; masks are for "
-                                    f"ranks that NVLink reaches (rank {self.rank})")
+            raise NotSupportedError(f"rank: expected none to be masked where puts carry low-latency calls, which need all "
+                                    f"ranks, got {rank} (rank {self.rank}); masks are for ranks that NVLink reaches")
         if bool(self.mask_bits() & bit) == masked:
             return
         if masked:
