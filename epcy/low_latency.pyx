@@ -116,7 +116,7 @@ cdef class LowLatencyCalls(BufferState):
             Where the sums go; by default a new array.
         renormalize : bool
             Where lanes of a token are missing because a rank is masked, multiply the weights of the others by (sum of
-            all) / (sum of those that are left).
+            all) / (sum of those that are left). nvshmem with reduction="rank": all ranks give it, or none.
         return_recv_hook : bool
             Only send; `hook()` receives. x may be overwritten after `event`; an array of `low_latency_combine_input`
             belongs to the combine from now on, hook or not.

@@ -85,7 +85,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("timeout", "float", "Seconds that any wait for another rank may last.", default=60.0, env="EPCY_TIMEOUT",
            minimum=1e-3, maximum=1e6),
     Option("on_timeout", "choice", "What a low-latency call does when a rank is late, gone or dead: raise "
-           "PeerTimeoutError, or mask that rank and go on without it (host backend).", default="raise",
+           "PeerTimeoutError, or mask that rank and go on without it.", default="raise",
            env="EPCY_ON_TIMEOUT", choices=("raise", "mask")),
     Option("check", "bool", "Look for mistakes that are otherwise silent: Buffers used in another order on another "
            "rank, bad ids (low latency: at once), writes past the ends of the Buffer's regions (canaries), rows that "

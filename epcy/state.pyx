@@ -3,7 +3,7 @@
 
 from posix.unistd cimport getpid
 
-from epcy.errors import ArgumentError, NotSupportedError, StateError
+from epcy.errors import ArgumentError, StateError
 from epcy.options import BY_NAME
 
 cdef object NEED_ALL = frozenset(["dispatch", "combine", "barrier", "warmup"])
@@ -58,9 +58,10 @@ cdef class BufferState:
     def mask_rank(self, rank):
         """Go on without a rank in the low-latency calls: it is not waited for, gets nothing and gives nothing.
 
-        Local, does not block. Needs `low_latency_mode=True`; the host backend alone. Lanes that go to its experts
-        are dropped and counted; `low_latency_combine(renormalize=True)` scales the weights of what is left. The
-        other calls need all ranks: while a rank is masked they are a StateError.
+        Local, does not block. Needs `low_latency_mode=True`. On nvshmem it is ordered like a call, and CUDA graphs
+        replay with the masks of the moment: let replays end before it. Lanes that go to its experts are dropped and
+        counted; `low_latency_combine(renormalize=True)` scales the weights of what is left. The other calls need
+        all ranks: while a rank is masked they are a StateError.
 
         Parameters
         ----------
@@ -69,7 +70,9 @@ cdef class BufferState:
 
         Raises
         ------
-        ArgumentError, NotSupportedError, StateError
+        ArgumentError, StateError
+        NotSupportedError
+            Puts carry low-latency calls here (`buf.low_latency_transport`); they need all ranks.
         """
         self.enter("mask_rank")
         self._busy = False
@@ -88,7 +91,7 @@ cdef class BufferState:
 
         Raises
         ------
-        ArgumentError, NotSupportedError
+        ArgumentError
         StateError
             Its process has ended; it cannot come back.
         """
@@ -133,8 +136,6 @@ cdef class BufferState:
         if self._backend.low_latency is None:
             raise StateError(f"mask_rank: this Buffer has no low-latency areas (rank {self.rank}); construct it with "
                              "low_latency_mode=True")
-        if self._backend.device >= 0:
-            raise NotSupportedError("mask_rank: the nvshmem backend cannot go on without a rank; backend='host' can")
         if isinstance(rank, bool) or not hasattr(rank, "__index__"):
             raise ArgumentError(f"rank: expected a whole number, got {rank!r} (rank {self.rank})")
         if not 0 <= rank.__index__() < size or rank.__index__() == self.rank:

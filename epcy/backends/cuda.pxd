@@ -20,6 +20,7 @@ cdef extern from "epcy/cuda.h" nogil:
         EPCY_VERDICT_MISMATCH
         EPCY_VERDICT_REFUSED
         EPCY_VERDICT_BROKEN
+        EPCY_CUDA_ELSEWHERE
 
     const uint32_t EPCY_HEADER_WAITS
     const uint32_t EPCY_HEADER_REFUSED
@@ -27,12 +28,12 @@ cdef extern from "epcy/cuda.h" nogil:
     const uint32_t EPCY_COUNT_BAD
 
     ctypedef struct epcy_control:
-        int64_t headers, done, counts, experts, starts, progress, fans, bad, text, marks, left, resets, local, counters
-        int64_t bytes
+        int64_t headers, done, counts, experts, starts, progress, fans, bad, text, marks, left, resets, lost, local
+        int64_t counters, bytes
 
     ctypedef struct epcy_local:
         uint32_t epoch[256]
-        uint32_t broken, blocks_met
+        uint32_t broken, masked, blocks_met
 
     enum:
         EPCY_STAMP_LOW_LATENCY_DISPATCH_RECEIVE
@@ -49,6 +50,7 @@ cdef extern from "epcy/cuda.h" nogil:
         uint64_t tokens_from[32]
         uint64_t most_rows[2][2]
         uint64_t bytes_moved
+        uint64_t lanes_lost[2][32]
         epcy_stamp stamps[5][1024]
 
     ctypedef struct epcy_cuda_bad:
@@ -65,6 +67,7 @@ cdef extern from "epcy/cuda.h" nogil:
         epcy_cuda_bad bad[32]
         uint32_t late_verdict, late_rank
         uint64_t late_rows, late_limit
+        uint32_t masked, without, without_epoch, without_operation
         char *late_text
 
     ctypedef struct epcy_peers:
@@ -77,7 +80,7 @@ cdef extern from "epcy/cuda.h" nogil:
         epcy_report *report
         int64_t timeout_ns
         uint32_t ticket, operation
-        int32_t num_local
+        int32_t num_local, goes_on
 
     ctypedef struct epcy_cuda_routing:
         int32_t *list
@@ -163,4 +166,5 @@ cdef extern from "epcy/cuda.h" nogil:
     int epcy_cuda_launch_staging(const epcy_cuda_staging *call, int num_sms, void *stream)
     int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_sms, void *stream)
     int epcy_cuda_launch_combine_expert(const epcy_cuda_combine *call, int num_sms, void *stream)
+    int epcy_cuda_launch_mask(const epcy_peers *peers, uint32_t more, uint32_t fewer, void *stream)
     int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream)

@@ -23,19 +23,22 @@ cdef extern from "epcy/low_latency.h" nogil:
     const uint32_t EPCY_LOW_LATENCY_SOURCE
     const uint32_t EPCY_LOW_LATENCY_LOGFMT
     const uint32_t EPCY_LOW_LATENCY_WEIGHTS
+    const uint32_t EPCY_LOW_LATENCY_RENORMALIZE
 
     ctypedef struct epcy_low_latency_wire:
-        int64_t begin, bytes
+        int64_t headers, begin, bytes
 
     ctypedef struct epcy_low_latency_found:
         uint32_t verdict, has_bad
         int64_t bad_token, bad_lane, bad_value
+        uint32_t not_sent_to, missing, left_by, not_returning
 
     ctypedef struct epcy_low_latency_handle:
         epcy_low_latency_found *found
         uint32_t *sent
         int64_t *counts
         int32_t *flows
+        int32_t *dropped
 
     ctypedef struct epcy_low_latency_call:
         int32_t num_tokens, phases, dtype, max_blocks

@@ -112,7 +112,7 @@ cdef class NvshmemBackend(NvshmemEpoch):
         d.alignment = <int32_t>handle.expert_alignment
         if waits:
             d.peers.ticket = self.next_ticket()
-        return 0
+        return self.lose_flags(&d.peers, "dispatch")
 
     def dispatch(self, DispatchCall call):
         cdef epcy_cuda_dispatch d
@@ -126,6 +126,8 @@ cdef class NvshmemBackend(NvshmemEpoch):
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             self.reach("dispatch", "arrival")
+            if uncached and self.faults is not None and self.faults.fails("dispatch"):
+                self.refuse_memory(OP_DISPATCH, call.x.shape[0])
             stream = self.begin(call, &capturing)
             if self.counters is not None and not capturing:
                 self.counters.enter(OP_DISPATCH)
@@ -134,6 +136,8 @@ cdef class NvshmemBackend(NvshmemEpoch):
                                  f"{self.rank}); give num_worst_tokens, or handle=")
             handle = self.make_handle(call, stream) if uncached else call.handle
             area = self.take_area()
+            if self.checks:
+                self.poison(self.heap_layout.receive[area], self.shape.num_rows, stream)
             self.fill(&d, call, handle, area, waits)
             if handle.layout == "expert":
                 check(epcy_cuda_launch_dispatch_expert(&d, <void *>stream), "launching dispatch")
@@ -183,6 +187,7 @@ cdef class NvshmemBackend(NvshmemEpoch):
             self.stage(&c, call, stream)
             c.peers, c.pos, c.num_tokens = self.peers, handle.routing.pos, <int32_t>handle.num_tokens
             c.peers.operation = OP_COMBINE
+            self.lose_flags(&c.peers, "combine")
             c.out, c.row_bytes, c.dtype = call.out.data, row_bytes, call.x.kind
             c.y_offset, c.weights_offset = call.x_offset, max(call.weights_offset, 0)
             if call.bias0 is not None:

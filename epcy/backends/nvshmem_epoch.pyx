@@ -12,6 +12,7 @@ from epcy.backends.cuda_event cimport CudaEvent
 from epcy.backends.cuda_low_latency cimport epcy_cuda_launch_reset
 from epcy.backends.symmetric cimport check
 
+from epcy.errors import HeapError
 from epcy.status import OPERATIONS
 
 
@@ -81,6 +82,8 @@ cdef class NvshmemEpoch(NvshmemWaits):
             if self.last is not None and self.last_stream != stream:
                 check(epcy_cuda_event_wait(self.last.event, <void *>stream), "cudaStreamWaitEvent")
             peers.ticket, peers.operation = ticket, header & 7
+            if not header & EPCY_HEADER_REFUSED:
+                self.lose_flags(&peers, OPERATIONS[header & 7])
             check(epcy_cuda_launch_step(&peers, header, c_text, <void *>stream), "launching a step")
             event.record(stream)
             self.last, self.last_stream = event, stream
@@ -110,7 +113,7 @@ cdef class NvshmemEpoch(NvshmemWaits):
         cdef int previous = 0
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            self.tell_gone()
+            self.tell_gone(self.mask_bits())
             self.settle("reset")
             self.late_error()
             self.one_reset()
@@ -127,14 +130,28 @@ cdef class NvshmemEpoch(NvshmemWaits):
         cdef epcy_peers peers = self.peers
         if not self.reset_is_open:
             self.reach("reset", "arrival")
-            self.num_resets += 1
+            self.num_resets = max(self.num_resets + 1, self.next_reset())
         self.reset_is_open = self.broken = True
         peers.ticket = self.next_ticket()
+        self.lose_flags(&peers, "reset")
         check(epcy_cuda_launch_reset(&peers, &self.wire, self.num_resets, <void *>self.own_stream), "launching reset")
         self.wait_report(peers.ticket, self.rank, 1, 0, "reset")
         self.reset_is_open = self.broken = False
         # The same on every rank, whatever calls each had tried: handles are compared by the number of their call.
         self.num_calls = int(self.fetch(self.peers.control.local, 1, np.uint32)[0])
+
+    def next_reset(self):
+        """The round that the ranks are in, or come to next, who may have gone on without this one."""
+        rounds = (self.fetch(self.peers.control.resets, 2 * self.num_ranks, np.uint64) >> np.uint64(32)).reshape(2, -1)
+        mask = self.mask_bits()
+        return max([0] + [int(begun if begun > settled else begun + 1) for rank, (begun, settled) in enumerate(rounds.T)
+                          if rank != self.rank and begun and not mask >> rank & 1])
+
+    def refuse_memory(self, int op, num_tokens):
+        """Refuse a call, and raise: there is no memory for its handle."""
+        text = f"x: no memory for the routes of {num_tokens} tokens (rank {self.rank})"
+        self.refuse(op, text)
+        raise HeapError(text)
 
     def close(self, bint together):
         """Give the memory back; `together` is collective."""

@@ -29,3 +29,7 @@ cdef class NvshmemHeap(Backend):
     cdef list alive                     # events whose work may still need its arrays, oldest first
     cdef list captured                  # arrays that graphs may use
     cdef object pool                    # CuPy memory of handles alone: reused only after all work on it has passed
+
+    cdef int lose_flags(self, epcy_peers *peers, str op) except -1
+    cdef int poison(self, int64_t offset, int64_t num_rows, uintptr_t stream) except -1
+    cdef uint32_t mask_bits(self) noexcept

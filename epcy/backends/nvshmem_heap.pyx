@@ -2,7 +2,7 @@
 # distutils: libraries = epcy_cuda
 """Where an nvshmem Buffer's bytes lie: symmetric memory, as every rank's GPU reaches it, and the kernels' report."""
 
-from libc.stdint cimport int32_t, int64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uintptr_t
 
 import numpy as np
 
@@ -53,7 +53,11 @@ cdef class NvshmemHeap(Backend):
         try:
             free_bytes = cupy.cuda.runtime.memGetInfo()[0]
             error = None
-            if self.heap_layout.bytes > free_bytes:
+            self.reach("constructor", "arrival")
+            if self.faults is not None and self.faults.is_full():
+                error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {self.heap_layout.bytes} bytes; there is "
+                                  "no room, says EPCY_FAULTS (full); give fewer num_max_tokens_per_rank")
+            elif self.heap_layout.bytes > free_bytes:
                 error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {self.heap_layout.bytes} bytes, GPU "
                                   f"{self.device} has {free_bytes} free; give fewer num_max_tokens_per_rank or "
                                   "num_max_recv_tokens")
@@ -72,6 +76,7 @@ cdef class NvshmemHeap(Backend):
             self.peers.rank, self.peers.report = self.rank, self.mapped.device_report
             self.peers.timeout_ns = <int64_t>(self.timeout * 1e9)
             self.peers.num_local = <int32_t>epcy_num_local_experts(&self.shape)
+            self.peers.goes_on = self.masks_late and not self.put_wire.bytes
             check(epcy_cuda_stream(<void **>&self.own_stream), "cudaStreamCreate")
             check(epcy_cuda_load(), "loading kernels")
             if self.meter is not None:
@@ -134,3 +139,25 @@ cdef class NvshmemHeap(Backend):
     def peer_address(self, int rank):
         """Where a rank's memory starts, as this GPU reaches it."""
         return <uintptr_t>self.peers.base[rank]
+
+    # ---- faults on purpose, and the option `check` --------------------------------------------------------------
+
+    cdef int lose_flags(self, epcy_peers *peers, str op) except -1:
+        """Let a call's flags go where nobody looks, if a fault says so: its headers, its words that it is done."""
+        if self.faults is None:
+            return 0
+        if self.faults.drops(op, "arrival"):
+            peers.control.headers = peers.control.resets = peers.control.lost
+        if self.faults.drops(op, "completion"):
+            peers.control.done = peers.control.lost
+        return 0
+
+    cdef int poison(self, int64_t offset, int64_t num_rows, uintptr_t stream) except -1:
+        """On a stream: make rows NaN, of whatever dtype."""
+        at = <uintptr_t>(self.start + offset)
+        self.xp.cuda.runtime.memsetAsync(at, 0xFF, num_rows * self.shape.row_bytes, stream)
+        return 0
+
+    cdef uint32_t mask_bits(self) noexcept:
+        """The masked ranks, as bits."""
+        return 0

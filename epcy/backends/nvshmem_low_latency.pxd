@@ -4,7 +4,8 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 
 from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.cuda_low_latency cimport (
-    epcy_low_latency_call, epcy_low_latency_combine, epcy_low_latency_dispatch, epcy_low_latency_handle)
+    epcy_low_latency_call, epcy_low_latency_combine, epcy_low_latency_dispatch, epcy_low_latency_found,
+    epcy_low_latency_handle)
 from epcy.backends.cuda_event cimport CudaEvent
 from epcy.backends.nvshmem cimport NvshmemBackend
 from epcy.backends.stores cimport Stores
@@ -36,7 +37,12 @@ cdef class CudaLowLatencyHandle(LowLatencyHandle):
     cdef Block block
     cdef int64_t num_local
     cdef LowLatencyNvshmemBackend backend               # None once the Buffer is freed
-    cdef CudaEvent event
+    cdef CudaEvent event                                # when it was received; not of graphs
+    cdef CudaEvent sent, combined                       # likewise; when the last combine with it ended
+    cdef epcy_low_latency_found found                   # as it was fetched last
+
+    cdef int fetch(self, CudaEvent event) except -1
+    cdef object num_dropped(self, int which, uint32_t ranks)
 
 
 cdef class LowLatencyNvshmemBackend(NvshmemBackend):
@@ -48,11 +54,16 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
     cdef uint64_t steps[2]              # calls of a kind, refused ones too: its epoch's steps, but for graphs'
     cdef uint64_t pending[2][2]         # the steps of calls that are sent and not received, the older first; or 0
 
+    cdef uint32_t asked                 # ranks that mask_rank has masked, as bits; kernels mask others: the report's
+    cdef int64_t headers_at             # wire.headers
+
+    cdef int64_t header_words(self, str op, int phases) except -1
+    cdef Block take_block(self, LowLatencyDispatchCall call)
     cdef int may_step(self, int kind) except -1
     cdef uint64_t step_of(self, int kind, bint return_recv_hook) noexcept
     cdef int drain(self) except -1
     cdef int received_oldest(self, int kind) except -1
-    cdef CudaLowLatencyHandle make_low_latency_handle(self, LowLatencyDispatchCall call)
+    cdef CudaLowLatencyHandle make_low_latency_handle(self, LowLatencyDispatchCall call, Block block)
     cdef int launch_dispatch(self, LowLatencyDispatchCall call, CudaLowLatencyHandle handle, int phases,
                              uintptr_t stream) except -1
     cdef int launch_combine(self, LowLatencyCombineCall call, uint64_t step, int phases, uintptr_t stream) except -1

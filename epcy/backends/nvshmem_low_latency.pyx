@@ -9,7 +9,8 @@ from libc.string cimport memset
 from epcy.arrays cimport KIND_INT64, Array, copied
 from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.cuda cimport (
-    EPCY_CUDA_TEXT_BYTES, epcy_cuda_event_wait, epcy_cuda_fetch, epcy_cuda_set_device, epcy_peers)
+    EPCY_CUDA_TEXT_BYTES, epcy_counters, epcy_cuda_event_wait, epcy_cuda_fetch, epcy_cuda_launch_mask,
+    epcy_cuda_set_device, epcy_peers)
 from epcy.backends.cuda_low_latency cimport *
 from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
 from epcy.backends.cuda_event cimport CudaEvent
@@ -74,17 +75,53 @@ cdef class CudaLowLatencyHandle(LowLatencyHandle):
     def num_recv_tokens(self):
         return self.expert_counts().sum()
 
+    cdef int fetch(self, CudaEvent event) except -1:
+        """Wait for a call, and copy what it and those before have found; 0: there is nothing any more."""
+        if event is not None:
+            event.synchronize()
+        if self.backend is None:
+            return 0
+        check(epcy_cuda_fetch(&self.found, self.arrays.found, sizeof(self.found)), "cudaMemcpy")
+        return 1
+
+    cdef object num_dropped(self, int which, uint32_t ranks):
+        """Lanes by rank, where the kernels have counted any."""
+        cdef int32_t[::1] counts
+        cdef int num_ranks = self.backend.num_ranks
+        lanes = np.zeros(num_ranks, np.int32)
+        if ranks:
+            counts = lanes
+            check(epcy_cuda_fetch(&counts[0], self.arrays.dropped + which * num_ranks, num_ranks * 4), "cudaMemcpy")
+        return lanes.astype(np.int64)
+
+    @property
+    def num_lanes_not_sent(self):
+        return self.num_dropped(0, self.found.not_sent_to) if self.fetch(self.sent or self.event) else None
+
+    @property
+    def num_lanes_not_returned(self):
+        if not self.fetch(self.combined or self.event):
+            return None
+        return self.num_dropped(1, self.found.not_returning if self.combined is not None else 0)
+
+    @property
+    def missing_ranks(self):
+        if not self.received or not self.fetch(self.event):
+            return ()
+        return tuple([r for r in range(self.backend.num_ranks) if self.found.missing >> r & 1])
+
     def check(self):
         cdef epcy_low_latency_found found
-        if self.event is not None:
-            self.event.synchronize()
-        if self.error is None and self.received and self.backend is not None:
-            check(epcy_cuda_fetch(&found, self.arrays.found, sizeof(found)), "cudaMemcpy")
+        if self.error is None and self.received and self.fetch(self.event):
+            found = self.found
             if found.verdict:       # the Buffer has its text, or has told it already
                 self.error = self.backend.reported() or self.backend.last_error
             elif found.has_bad:
                 self.error = verdicts.bad_id(self.backend.rank, found.bad_token, found.bad_lane, found.bad_value,
                                              self.backend.shape.num_experts)
+            elif found.left_by:
+                self.error = verdicts.left_out(self.epoch, "low_latency_dispatch", [
+                    r for r in range(self.backend.num_ranks) if found.left_by >> r & 1])
         if self.error is not None:
             raise self.error
 
@@ -171,6 +208,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         if kind == LOW_LATENCY_COMBINE:
             c = &self.combine_params.call
         c.peers, c.wire = self.peers, self.wire
+        self.headers_at = self.wire.headers
         c.peers.operation = OP_DISPATCH + <uint32_t>kind
         self.carrier.prepare(&c.peers)
         epcy_low_latency_constants(c)
@@ -215,9 +253,18 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
 
     # ---- dispatch -------------------------------------------------------------------------------------------
 
-    cdef CudaLowLatencyHandle make_low_latency_handle(self, LowLatencyDispatchCall call):
+    cdef Block take_block(self, LowLatencyDispatchCall call):
+        """Memory of a handle; without it the call is refused."""
+        if self.faults is not None and self.faults.fails("low_latency_dispatch"):
+            self.refuse_memory(OP_DISPATCH, call.x.shape[0])
+        try:
+            return self.blocks.take()
+        except self.xp.cuda.memory.OutOfMemoryError:
+            self.refuse_memory(OP_DISPATCH, call.x.shape[0])
+
+    cdef CudaLowLatencyHandle make_low_latency_handle(self, LowLatencyDispatchCall call, Block block):
         cdef CudaLowLatencyHandle h = CudaLowLatencyHandle.__new__(CudaLowLatencyHandle)
-        h.block, h.num_local = self.blocks.take(), epcy_num_local_experts(&self.shape)
+        h.block, h.num_local = block, epcy_num_local_experts(&self.shape)
         epcy_low_latency_handle_layout(&self.shape, <char *>h.block.at, &h.arrays)
         h.buffer_token, h.layout, h.num_tokens = self.token, "low_latency", call.x.shape[0]
         h.num_rows, h.expert_alignment, h.backend = self.low_latency.num_rows, 1, self
@@ -257,27 +304,33 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         d.area, d.stats, d.stats_is_int64 = handle.area, NULL, 0
         if call.stats is not None:
             d.stats, d.stats_is_int64 = call.stats.data, call.stats.kind == KIND_INT64
+        d.call.wire.headers = self.header_words("low_latency_dispatch", phases)
         return self.carrier.dispatch(d, stream)
 
     cdef tuple low_latency_dispatch(self, LowLatencyDispatchCall call):
         cdef CudaLowLatencyHandle handle
         cdef CudaEvent event
+        cdef Block block
         cdef bint capturing = False, hook = call.return_recv_hook
         cdef uintptr_t stream
         cdef int previous = 0
         self.may_step(LOW_LATENCY_DISPATCH)
+        self.reach("low_latency_dispatch", "arrival")
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             if (<uintptr_t>call.x.data | <uintptr_t>call.x.strides[0]) % 16 and call.x.shape[0]:
                 call.x = self.aligned(call, call.x)
+            block = self.take_block(call)
             stream = self.begin(call, &capturing)
             self.step_of(LOW_LATENCY_DISPATCH, hook)
-            handle = self.make_low_latency_handle(call)
+            handle = self.make_low_latency_handle(call, block)
+            if self.checks and not hook:
+                self.poison(self.heap_layout.low_latency_x[handle.area], self.low_latency.num_rows, stream)
             self.launch_dispatch(call, handle, EPCY_LOW_LATENCY_SEND if hook
                                  else EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE, stream)
             event = self.end(call, stream, capturing, [call, handle.block])
             if not capturing:
-                handle.event = event
+                handle.event = handle.sent = event
                 self.follow(OP_DISPATCH, handle.arrays.flows, handle, event)
             if not hook:
                 handle.received = True
@@ -294,9 +347,12 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         cdef bint capturing = False
         cdef uintptr_t stream
         cdef int previous = 0
+        self.reach("low_latency_dispatch", "completion")
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             stream = self.begin(order, &capturing)
+            if self.checks:
+                self.poison(self.heap_layout.low_latency_x[handle.area], self.low_latency.num_rows, stream)
             self.launch_dispatch(call, handle, EPCY_LOW_LATENCY_RECEIVE, stream)
             event = self.end(order, stream, capturing, [call, handle.block])
             if not capturing:
@@ -317,8 +373,10 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             header |= EPCY_LOW_LATENCY_SOURCE
         if call.use_logfmt:
             header |= EPCY_LOW_LATENCY_LOGFMT
-        if call.topk_weights is not None:
-            header |= EPCY_LOW_LATENCY_WEIGHTS
+        if call.topk_weights is not None or call.renormalize and not call.reduction:
+            header |= EPCY_LOW_LATENCY_WEIGHTS      # they travel: the experts' ranks apply them
+        if call.renormalize:
+            header |= EPCY_LOW_LATENCY_RENORMALIZE
         c.call.dtype, c.call.phases, c.call.peers.timeout_ns = call.x.kind, phases, self.peers.timeout_ns
         epcy_low_latency_rows(&c.call, self.shape.hidden * call.x.item_bytes())
         c.call.handle, c.call.sent, c.call.header = handle.arrays, handle.arrays.sent + 1 + (step & 1), header
@@ -327,7 +385,18 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         c.topk_weights = NULL
         if call.topk_weights is not None:
             c.topk_weights = <const float *>call.topk_weights.data
+        c.call.wire.headers = self.header_words("low_latency_combine", phases)
         return self.carrier.combine(c, stream)
+
+    cdef object low_latency_combine_input(self, int kind):
+        cdef object stream
+        inside = NvshmemBackend.low_latency_combine_input(self, kind)
+        if self.checks:             # NaN, where the user writes nothing
+            stream = self.xp.cuda.get_current_stream()
+            if self.last is not None and self.last_stream != <uintptr_t>stream.ptr:
+                check(epcy_cuda_event_wait(self.last.event, <void *><uintptr_t>stream.ptr), "cudaStreamWaitEvent")
+            self.poison(inside.data.ptr - <uintptr_t>self.start, self.low_latency.num_rows, stream.ptr)
+        return inside
 
     cdef object low_latency_combine(self, LowLatencyCombineCall call):
         cdef CudaLowLatencyHandle handle = call.handle
@@ -337,6 +406,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         cdef uint64_t step
         cdef int previous = 0
         self.may_step(LOW_LATENCY_COMBINE)
+        self.reach("low_latency_combine", "arrival")
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             if <uintptr_t>call.x.data % 16:
@@ -348,6 +418,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                                 else EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE, stream)
             event = self.end(call, stream, capturing, [call, handle.block])
             if not capturing:
+                handle.combined = event
                 self.follow(OP_COMBINE, handle.arrays.flows + self.num_ranks, handle, event)
             if not hook:
                 self.low_latency.leave_input(call)
@@ -363,16 +434,75 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         cdef bint capturing = False
         cdef uintptr_t stream
         cdef int previous = 0
+        self.reach("low_latency_combine", "completion")
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             stream = self.begin(order, &capturing)
             self.launch_combine(call, self.pending[LOW_LATENCY_COMBINE][0], EPCY_LOW_LATENCY_RECEIVE, stream)
-            self.end(order, stream, capturing, [call, handle.block])
+            event = self.end(order, stream, capturing, [call, handle.block])
+            if not capturing:
+                handle.combined = event
             self.low_latency.leave_input(call)
             return self.received_oldest(LOW_LATENCY_COMBINE)
         finally:
             if previous != self.device:
                 epcy_cuda_set_device(previous, NULL)
+
+    cdef int64_t header_words(self, str op, int phases) except -1:
+        """Where a call's headers lie; or where nobody looks, if a fault loses them."""
+        if self.faults is not None and phases & EPCY_LOW_LATENCY_SEND and self.faults.drops(op, "arrival"):
+            return self.peers.control.lost
+        return self.headers_at
+
+    # ---- going on without a rank ----------------------------------------------------------------------------
+
+    cdef uint32_t mask_bits(self) noexcept:
+        return self.asked | self.mapped.report.masked
+
+    cdef int64_t num_masked(self) noexcept:
+        cdef uint32_t bits = self.asked | self.mapped.report.masked
+        return bin(bits).count("1") if bits else 0
+
+    cpdef masked(self):
+        bits = self.mask_bits()
+        return tuple([r for r in range(self.num_ranks) if bits >> r & 1])
+
+    cpdef set_mask(self, int rank, bint masked):
+        """Behind all calls that were made: kernels read the masks when they begin."""
+        cdef uint32_t bit = <uint32_t>1 << rank
+        cdef CudaEvent event
+        cdef int previous = 0
+        if self.put_wire.bytes:
+            raise NotSupportedError(f"rank: expected none to be masked where puts carry low-latency calls, which need all "
+                                    f"ranks, got {rank} (rank {self.rank}); masks are for ranks that NVLink reaches")
+        if bool(self.mask_bits() & bit) == masked:
+            return
+        if masked:
+            self.asked |= bit
+        else:
+            self.asked &= ~bit
+            self.mapped.report.masked &= ~bit
+        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+        try:
+            if self.last is not None and self.last_stream != self.own_stream:
+                check(epcy_cuda_event_wait(self.last.event, <void *>self.own_stream), "cudaStreamWaitEvent")
+            check(epcy_cuda_launch_mask(&self.peers, bit if masked else 0, 0 if masked else bit,
+                                        <void *>self.own_stream), "launching a mask")
+            event = CudaEvent.__new__(CudaEvent)
+            event.record(self.own_stream)
+            self.last, self.last_stream = event, self.own_stream
+        finally:
+            if previous != self.device:
+                epcy_cuda_set_device(previous, NULL)
+
+    cpdef dropped(self, int which):
+        cdef epcy_counters *counters = NULL
+        if not self.shape.num_low_latency_tokens:
+            return None
+        if self.last is not None:
+            self.last.synchronize()
+        at = self.peers.control.counters + <int64_t>&counters.lanes_lost[which][0]
+        return self.fetch(at, self.num_ranks, np.uint64).astype(np.int64)
 
     # ---- refusals and life ------------------------------------------------------------------------------------
 

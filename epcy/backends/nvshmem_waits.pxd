@@ -14,7 +14,7 @@ cdef class NvshmemWaits(NvshmemHeap):
 
     cdef int wait_report(self, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, str op) except -1
     cdef int settle(self, str op) except -1
-    cdef int tell_gone(self) noexcept
+    cdef int tell_gone(self, uint32_t spared=*) noexcept
     cdef object reported(self)
     cdef object late_error(self)
     cdef object late_ranks(self)

@@ -62,11 +62,13 @@ cdef class NvshmemWaits(NvshmemHeap):
         epcy_cuda_put(self.start + self.peers.control.local + <int64_t>&local.broken, &one, 4)
         self.tell_gone()
 
-    cdef int tell_gone(self) noexcept:
-        """Tell the other ranks' kernels that they need not wait for this one."""
+    cdef int tell_gone(self, uint32_t spared=0) noexcept:
+        """Tell the other ranks' kernels, but for some, that they need not wait for this one."""
         cdef uint32_t one = 1
         cdef int rank
         for rank in range(self.num_ranks):
+            if spared >> rank & 1:
+                continue
             epcy_cuda_put(self.peers.base[rank] + self.peers.control.left + 4 * self.rank, &one, 4)
         return 0
 
@@ -137,7 +139,11 @@ cdef class NvshmemWaits(NvshmemHeap):
                     r.bad[first].epoch, r.bad[first].token)):
                 first = i
         error = None
-        if r.expired:
+        if r.expired and r.phase == EPCY_CUDA_ELSEWHERE:
+            self.broken = True      # the ranks' epochs of the calls that they are in differ from now on
+            headers = <uint32_t *>&r.late_text[0]
+            error = verdicts.elsewhere(r.epoch, self.rank, [headers[i] & 7 for i in range(self.num_ranks)])
+        elif r.expired:
             self.broken = True
             error = self.late_ranks()
         elif r.late_verdict == EPCY_VERDICT_REFUSED:
@@ -157,6 +163,9 @@ cdef class NvshmemWaits(NvshmemHeap):
                                     self.shape.num_experts)
         elif r.late_rows:
             error = verdicts.dropped(self.num_calls, self.rank, r.late_rows, r.late_limit)
+        elif r.without:
+            error = verdicts.left_out(r.without_epoch, OPERATIONS[r.without_operation],
+                                      [i for i in range(self.num_ranks) if r.without >> i & 1])
         return error
 
     cdef object late_error(self):
@@ -168,7 +177,7 @@ cdef class NvshmemWaits(NvshmemHeap):
             self.last_error = error
         for i in range(EPCY_MAX_CHUNKS):
             r.bad[i].epoch = 0
-        r.expired = r.late_verdict = 0
+        r.expired = r.late_verdict = r.without = 0
         r.late_rows = 0
         return error
 

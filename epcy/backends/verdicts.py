@@ -13,6 +13,7 @@ __all__ = [
     "bad_id",
     "crossed",
     "dropped",
+    "elsewhere",
     "ended",
     "implausible",
     "late",
@@ -98,6 +99,17 @@ def mismatch(epoch: int, records: Sequence[Record]) -> MismatchError:
             ]
         )
     return _first_difference(epoch, rows)
+
+
+def elsewhere(epoch: int, rank: int, operations: Sequence[int]) -> MismatchError:
+    """Return the error of ranks that wait for each other in different operations; 0: a rank that is in none yet."""
+    shown = ", ".join(
+        f"rank {r}: {f'in {OPERATIONS[op]}' if op else 'in no call yet'}" for r, op in enumerate(operations)
+    )
+    return MismatchError(
+        f"operation: the ranks disagree in call {epoch} of rank {rank}: {shown}; every rank must make the same calls "
+        "on a Buffer in the same order; call reset() on all ranks first"
+    )
 
 
 def low_latency_mismatch(epoch: int, records: Sequence[LowLatencyRecord]) -> MismatchError:

@@ -70,6 +70,7 @@ typedef struct epcy_control {
   int64_t marks;    /* u64 [2][R][3]: how far a rank has come in a call; see EPCY_MARK_ROWS */
   int64_t left;     /* u32 [R]: whether a rank has left its calls: gave up, was interrupted, freed its Buffer alone */
   int64_t resets;   /* u64 [2][R]: (round, epoch) of the two rounds of reset */
+  int64_t lost;     /* as large as `done`: where flags go that a fault loses, and nobody looks */
   int64_t local;    /* epcy_local: nobody else touches it */
   int64_t counters; /* epcy_counters: likewise */
   int64_t bytes;
@@ -78,7 +79,8 @@ typedef struct epcy_control {
 /* A rank's own device state. Each block has an epoch of its own, so that none waits for the others to take a step. */
 typedef struct epcy_local {
   uint32_t epoch[EPCY_MAX_BLOCKS];
-  uint32_t broken, blocks_met;
+  uint32_t broken, masked; /* masked: ranks that this one goes on without, as bits; read together */
+  uint32_t blocks_met, unused;
 } epcy_local;
 
 /* When a kernel began and ended, and when its phases did, in ns of the GPU's global timer; one of each call, by epoch. */
@@ -104,8 +106,9 @@ typedef struct epcy_stamp {
 typedef struct epcy_counters {
   uint64_t wait_ns[EPCY_MAX_RANKS]; /* block 0's, for each rank */
   uint64_t tokens_to[EPCY_MAX_RANKS], tokens_from[EPCY_MAX_RANKS];
-  uint64_t most_rows[2][EPCY_NUM_AREAS]; /* the largest so far, by receive area; of the low-latency mode */
-  uint64_t bytes_moved;                  /* of payload, between ranks */
+  uint64_t most_rows[2][EPCY_NUM_AREAS];  /* the largest so far, by receive area; of the low-latency mode */
+  uint64_t bytes_moved;                   /* of payload, between ranks */
+  uint64_t lanes_lost[2][EPCY_MAX_RANKS]; /* low latency, by rank: not sent, since it was masked; sent, not returned */
   epcy_stamp stamps[EPCY_NUM_STAMP_KINDS][EPCY_NUM_STAMPS];
   /* followed by u64 experts[L]: lanes that came for each local expert */
 } epcy_counters;
@@ -126,6 +129,7 @@ EPCY_INLINE epcy_control epcy_control_layout(const epcy_shape *s) {
   c.marks = at, at = epcy_round_up(at + 2 * R * EPCY_NUM_MARKS * 8, EPCY_LINE_BYTES);
   c.left = at, at = epcy_round_up(at + R * 4, EPCY_LINE_BYTES);
   c.resets = at, at = epcy_round_up(at + 2 * R * 8, EPCY_LINE_BYTES);
+  c.lost = at, at = epcy_round_up(at + 2 * R * EPCY_MAX_BLOCKS * 8, EPCY_LINE_BYTES);
   c.local = at, at = epcy_round_up(at + (int64_t)sizeof(epcy_local), EPCY_LINE_BYTES);
   c.counters = at, at = epcy_round_up(at + (int64_t)sizeof(epcy_counters) + L * 8, EPCY_LINE_BYTES);
   c.bytes = at;
@@ -147,10 +151,13 @@ typedef struct epcy_report {        /* its definition must not depend on the Buf
   /* The first wait that expired: written once, read when a call fails. */
   uint32_t expired, phase, peer, epoch;
   uint64_t expected, seen;
-  uint32_t operation, gone;             /* gone: the peer had left */
-  epcy_cuda_bad bad[EPCY_MAX_CHUNKS];   /* the first of each chunk of this rank */
-  uint32_t late_verdict, late_rank;     /* of a call whose host did not wait and which failed; who refused */
-  uint64_t late_rows, late_limit;       /* rows that came where there was room for fewer */
+  uint32_t operation, gone;           /* gone: the peer had left */
+  epcy_cuda_bad bad[EPCY_MAX_CHUNKS]; /* the first of each chunk of this rank */
+  uint32_t late_verdict, late_rank;   /* of a call whose host did not wait and which failed; who refused */
+  uint64_t late_rows, late_limit;     /* rows that came where there was room for fewer */
+  uint32_t masked;                    /* as epcy_local's, once a kernel has masked a rank */
+  uint32_t without;                   /* ranks that went on without this one, as bits; in which call: */
+  uint32_t without_epoch, without_operation;
   char late_text[EPCY_CUDA_TEXT_BYTES]; /* of the refusal; or u32 headers[R], epoch of a mismatch */
   /* followed by u64 experts[L]: lanes for each local expert */
 } epcy_report;
@@ -168,7 +175,7 @@ typedef struct epcy_peers {
   uint32_t ticket;    /* of this call; 0: its host does not wait */
   uint32_t operation; /* likewise, as in its header */
   int32_t num_local;  /* L: a division of 64 bits is long on a GPU */
-  int32_t unused;
+  int32_t goes_on;    /* low latency: mask a rank that is late */
 } epcy_peers;
 
 enum epcy_cuda_phase {
@@ -178,8 +185,9 @@ enum epcy_cuda_phase {
   EPCY_CUDA_DATA,
   EPCY_CUDA_COMPLETION,
   EPCY_CUDA_RESET,
-  EPCY_CUDA_ACKS, /* low latency: that a peer has received the call before the last */
-  EPCY_CUDA_LINES /* low latency: rows */
+  EPCY_CUDA_ACKS,     /* low latency: that a peer has received the call before the last */
+  EPCY_CUDA_LINES,    /* low latency: rows */
+  EPCY_CUDA_ELSEWHERE /* not late: a rank has come to another call; late_text has headers and epoch, as of a mismatch */
 };
 
 /* A handle's arrays on the device. Chunk c of C is the tokens from T c / C on; a call on the handle may have another
@@ -294,6 +302,8 @@ int epcy_cuda_launch_combine(const epcy_cuda_combine *call, int num_sms, void *s
 int epcy_cuda_launch_combine_expert(const epcy_cuda_combine *call, int num_sms, void *stream);
 /* A call that moves nothing: header (refused, barrier or free), text or NULL. */
 int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream);
+/* From here on in the stream this rank goes on without the ranks of `more`, and no more without those of `fewer`: bits. */
+int epcy_cuda_launch_mask(const epcy_peers *peers, uint32_t more, uint32_t fewer, void *stream);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

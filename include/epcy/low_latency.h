@@ -31,11 +31,13 @@ enum epcy_low_latency_phases { EPCY_LOW_LATENCY_SEND = 1, EPCY_LOW_LATENCY_RECEI
 #define EPCY_LOW_LATENCY_SOURCE 0x200u /* reduction="source" */
 #define EPCY_LOW_LATENCY_LOGFMT 0x400u
 #define EPCY_LOW_LATENCY_WEIGHTS 0x800u
+#define EPCY_LOW_LATENCY_RENORMALIZE 0x80000000u /* not compared: weights make up for lanes that are missing */
 
 /* Offsets inside a rank's allocation; S = 2 sets, R ranks, K lanes, M' tokens. */
 typedef struct epcy_low_latency_wire {
   int64_t headers; /* u64 [2 kinds][S][R][2]: (epoch, T), (epoch, options) of each rank */
   int64_t acks;    /* u64 [2 kinds][R]: the last epoch up to which that rank has received everything */
+  int64_t without; /* u64 [2 kinds][R]: (epoch, 1) of the last call that a rank went on in without this one; 0: none */
   int64_t text;    /* char [2 kinds][S][R][512] */
   int64_t counts;  /* u64 [S][R][L]: (epoch, tokens of that rank for my local expert) */
   int64_t lanes;   /* u64 [S][R][M'][K][2]: (epoch, place), (epoch, weight) of each token of that rank */
@@ -51,6 +53,7 @@ typedef struct epcy_low_latency_local {
   uint32_t epoch[2][EPCY_LOW_LATENCY_MAX_BLOCKS]; /* of the last call sent; block b reads copy b and no other */
   uint32_t held[2][2];                            /* by set: the epoch of a call that is sent and not received, or 0 */
   uint32_t blocks_done[2];
+  uint64_t go[2][3]; /* (epoch, missing ranks as bits), with goes_on: to be sent to, asked for weights, received from */
 } epcy_low_latency_local;
 
 /* The region begins at `begin`, a multiple of a line. */
@@ -64,6 +67,7 @@ EPCY_INLINE epcy_low_latency_wire epcy_low_latency_wire_layout(const epcy_shape 
   w.num_slots = M * (R > K ? R : K);
   w.headers = at, at = epcy_round_up(at + 2 * 2 * R * 2 * 8, EPCY_LINE_BYTES);
   w.acks = at, at = epcy_round_up(at + 2 * R * 8, EPCY_LINE_BYTES);
+  w.without = at, at = epcy_round_up(at + 2 * R * 8, EPCY_LINE_BYTES);
   w.text = at, at = epcy_round_up(at + 2 * 2 * R * EPCY_CUDA_TEXT_BYTES, EPCY_LINE_BYTES);
   w.counts = at, at = epcy_round_up(at + 2 * s->num_experts * 8, EPCY_LINE_BYTES);
   w.lanes = at, at = epcy_round_up(at + 2 * R * M * K * 16, EPCY_LINE_BYTES);
@@ -75,11 +79,15 @@ EPCY_INLINE epcy_low_latency_wire epcy_low_latency_wire_layout(const epcy_shape 
   return w;
 }
 
-/* What went wrong in a dispatch, for handle.check(). */
+/* What went wrong in a dispatch, for handle.check(), and which ranks were not there, as bits. */
 typedef struct epcy_low_latency_found {
   uint32_t verdict; /* enum epcy_verdict */
   uint32_t has_bad; /* this rank gave a bad id; the first: */
   int64_t bad_token, bad_lane, bad_value;
+  uint32_t not_sent_to;   /* masked when this rank sent */
+  uint32_t missing;       /* from whom nothing was received: masked, or */
+  uint32_t left_by;       /* they went on without this one */
+  uint32_t not_returning; /* from whom the last combine got nothing */
 } epcy_low_latency_found;
 
 /* A handle's arrays on the device. */
@@ -94,6 +102,8 @@ typedef struct epcy_low_latency_handle {
   float *weights;      /* [R][M'][K]: its weight */
   int64_t *counts;     /* [L]: as recv_count */
   int32_t *flows;      /* [2][R]: lanes of my tokens that went to each rank, and of each rank's that came, for traces */
+  int32_t
+      *dropped; /* [2][R]: lanes of my tokens by rank that were not sent to not_sent_to; that were, and are missing */
 } epcy_low_latency_handle;
 
 /* Bytes of a handle at `base`, and where its arrays lie. */
@@ -110,6 +120,7 @@ EPCY_INLINE int64_t epcy_low_latency_handle_layout(const epcy_shape *s, char *ba
   h->weights = (float *)(base + at), at = epcy_round_up(at + R * lanes * 4, EPCY_LINE_BYTES);
   h->counts = (int64_t *)(base + at), at = epcy_round_up(at + epcy_num_local_experts(s) * 8, EPCY_LINE_BYTES);
   h->flows = (int32_t *)(base + at), at = epcy_round_up(at + 2 * R * 4, EPCY_LINE_BYTES);
+  h->dropped = (int32_t *)(base + at), at = epcy_round_up(at + 2 * R * 4, EPCY_LINE_BYTES);
   return at;
 }
 
@@ -132,7 +143,7 @@ typedef struct epcy_low_latency_call {
   int32_t num_rows;                                           /* of an area */
   uint32_t *sent;                                             /* where its epoch is kept between two kernels */
   char *own;                                                  /* peers.base[rank] */
-  uint32_t *broken;                                           /* epcy_local's */
+  uint32_t *broken;                                           /* epcy_local's, and behind it what is masked */
   epcy_counters *counters;
   epcy_low_latency_wire wire;
   epcy_low_latency_handle handle;

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ unsigned long long first_bad;
   int *hist = (int *)(dynamic + shape.bytes());
   const Step s(a.peers);
-  if (s.broken()) return s.report_broken();
+  if (__syncthreads_or(s.broken())) return s.report_broken();
   const Role role(a, s.me, s.num_ranks);
   const int warp = threadIdx.x >> 5;
   if (blockIdx.x == 0) s.announce(a.header, a.limit, 0, EPCY_GRID(gridDim.x, a.num_peer_blocks, a.num_own_blocks));

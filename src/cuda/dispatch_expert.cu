@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ unsigned long long first_bad;
   int *table = (int *)(dynamic + shape.bytes());
   const Step s(a.peers);
-  if (s.broken()) return s.report_broken();
+  if (__syncthreads_or(s.broken())) return s.report_broken();
   const Role role(a, s.me, s.num_ranks);
   const int R = s.num_ranks, K = (int)s.p.shape.num_topk, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const bool sends = role.sends(), own = role.d == s.me;

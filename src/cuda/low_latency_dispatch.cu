@@ -19,6 +19,8 @@ struct Shared {
   float scale[kGroups];
   int flows[2][32]; // the clerk's: lanes to each rank, and from each
   unsigned bad;
+  uint32_t missing; // ranks that take no part: here, since in registers it would stay for the whole call
+  bool gives_up;    // what one warp finds before anything is sent: this call comes to nothing
 };
 
 // What a thread reads of a token before anything else.
@@ -57,17 +59,28 @@ EPCY_DEVICE uint32_t line_scale(const epcy_low_latency_dispatch &a, const Shared
   return four;
 }
 
-// This rank receives nothing: say so wherever a combine would look. Of a block all warps call it, or those whose wait has
-// ended; what it overwrites was written before a barrier that came since.
-__device__ __noinline__ void forget(const epcy_low_latency_dispatch &a, const Tour &tour) {
+// Not the ordinary end: this rank receives nothing, or nothing of `missing` ranks. Say so wherever a combine would look. Of a
+// block all warps call it, or those whose wait has ended; what it overwrites was written before a barrier that came since.
+__device__ __noinline__ void mend(const epcy_low_latency_dispatch &a, uint32_t epoch, int verdict, uint32_t missing) {
+  const Tour tour(a.call); // as a parameter it would lie in memory
   const epcy_low_latency_handle &h = a.call.handle;
   const int lane = threadIdx.x & 31, K = a.call.num_topk;
+  const bool fails = verdict != EPCY_VERDICT_OK;
 #pragma unroll 1
-  for (int t = tour.token; tour.part == 0 && t < a.call.num_tokens; t += tour.step) {
-    if (lane == 0) h.ranks[t] = 0;
-    if (lane < K) h.lanes[t * K + lane] = kNowhere;
+  for (int t = tour.token; tour.part == 0 && t < a.call.num_tokens && (fails || threadIdx.x >> 5 == kScribe);
+       t += tour.step) {
+    if (lane == 0) h.ranks[t] = fails ? 0 : h.ranks[t] & ~missing;
+    if (lane >= K) continue;
+    const uint32_t word = h.lanes[t * K + lane];
+    if (fails) h.lanes[t * K + lane] = kNowhere;
+    else if (word != kNowhere && !(word & kNotSent) && missing >> (word & 31) & 1) h.lanes[t * K + lane] = word | kLost;
   }
   if (blockIdx.x != 0) return; // the clerk:
+  if (threadIdx.x == 0) {
+    if (fails) report(a.call, EPCY_LOW_LATENCY_DISPATCH, epoch, verdict);
+    h.found->left_by = fails ? 0 : report_left(a.call, epoch, missing);
+  }
+  if (!fails) return;
   if ((int)threadIdx.x < a.call.num_ranks) h.tokens[threadIdx.x] = 0;
 #pragma unroll 1
   for (int e = threadIdx.x; e < (int)a.call.num_local.by; e += kThreads) a.recv_count[e] = h.counts[e] = 0;
@@ -86,10 +99,29 @@ __device__ __noinline__ void tell_bad(const epcy_low_latency_dispatch &a, uint32
   *(volatile uint32_t *)&bad->epoch = epoch;
 }
 
+// All threads of the clerk: count the lanes that go to ranks that are masked, and so nowhere.
+__device__ __noinline__ void count_not_sent(const epcy_low_latency_dispatch &a, uint32_t missing) {
+  __shared__ int lanes[32];
+  const int i = threadIdx.x;
+  if (i < 32) lanes[i] = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int at = i; at < a.call.num_tokens * a.call.num_topk; at += kThreads) {
+    Id id;
+    id.load(a, at);
+    const int checked = id.checked(a), owner = checked < 0 ? 0 : quotient(checked, a.call.num_local);
+    if (checked >= 0 && missing >> owner & 1) atomicAdd(lanes + owner, 1);
+  }
+  __syncthreads();
+  if (i >= a.call.num_ranks) return;
+  a.call.handle.dropped[i] = lanes[i];
+  if (lanes[i]) add_to(&a.call.counters->lanes_lost[0][i], lanes[i]);
+}
+
 // All threads: send this block's tokens; the first one's own copy stays in *own if `Keeps`. False: gave up.
 // `hist`: [E], and all 0.
 template <int From, bool Keeps, typename N>
-EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, const Tour &tour, const Seat &seat,
+EPCY_DEVICE bool send(LowLatency &s, const epcy_low_latency_dispatch &a, const Tour &tour, const Seat &seat,
                       Shared &shared, int *hist, Own *own) {
   const epcy_low_latency_call &c = a.call;
   const int lane = s.lane, warp = threadIdx.x >> 5, K = N::topk(c), E = c.num_experts, T = c.num_tokens;
@@ -100,8 +132,8 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
   Ids<N> ids;
   ids.load(a, 0, t < T ? t : is_clerk ? T : 0);
   uint64_t acks = 0;
-  uint32_t broken = 0;
-  if (warp == kAcks) acks = s.look_for_acks(), broken = load_local(c.broken);
+  uint2 state = make_uint2(0, 0); // broken, masked
+  if (warp == kAcks) acks = s.look_for_acks(), state = load_local_pair(c.broken);
   if (speaks) s.acknowledge(s.look_for_held());
 
   for (;;) {
@@ -117,16 +149,29 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
       }
     }
     const int id = in.id.checked(a), owner = id < 0 ? 31 : quotient(id, c.num_local);
-    const unsigned ranks = __reduce_or_sync(~0u, id < 0 ? 0u : 1u << owner);
+    unsigned ranks = __reduce_or_sync(~0u, id < 0 ? 0u : 1u << owner);
     const int earlier = warp == kScribe ? first_lane<N>(c, id, lane) : 0;
-    const bool fails = warp == kAcks && first && (broken || !s.wait_for_acks(acks));
-    if (__syncthreads_or(fails)) return false;
+    bool is_special = false;
+    if (warp == kAcks && first) {
+      const bool follows = N::kRanks == 0 && c.peers.goes_on && !is_clerk; // what the clerk finds
+      s.peers &= ~state.y;
+      const bool gives_up = state.x || !(follows ? s.wait_for_go(s.kToSend) : s.wait_for_acks(acks));
+      if (N::kRanks == 0 && c.peers.goes_on && is_clerk) s.give_go(s.kToSend);
+      is_special = gives_up || s.missing();
+      if (EPCY_RARELY(is_special) && lane == 0) shared.missing = s.missing(), shared.gives_up = gives_up;
+    }
+    if (EPCY_RARELY(__syncthreads_or(is_special))) {
+      if (shared.gives_up) return false;
+      s.peers &= ~shared.missing;
+    }
+    ranks &= s.peers | 1u << c.rank;
 
     if (is_clerk) {
       if (speaks) s.announce(T, c.header);
 #pragma unroll 1
       for (int e = threadIdx.x; e < E; e += kThreads) {
         const int r = quotient(e, c.num_local);
+        if (EPCY_RARELY(!s.takes_part(r))) continue;
         store_word(s.counts(r, c.rank) + (e - r * (int)c.num_local.by), s.word(hist[e]));
         if (hist[e]) atomicAdd(&shared.flows[0][r], hist[e]);
       }
@@ -134,9 +179,10 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
       if ((int)threadIdx.x < c.num_ranks)
         add_to(&c.counters->tokens_to[lane], c.handle.flows[lane] = shared.flows[0][lane]);
       if (speaks && lane == 0) {
-        c.handle.found->has_bad = shared.bad != ~0u;
+        c.handle.found->has_bad = shared.bad != ~0u, c.handle.found->not_sent_to = s.missing();
         if (EPCY_RARELY(shared.bad != ~0u)) tell_bad(a, s.epoch, shared.bad);
       }
+      if (EPCY_RARELY(s.missing())) count_not_sent(a, s.missing());
       return true;
     }
     if (warp == kScribe && real && lane < K) {
@@ -147,9 +193,11 @@ EPCY_DEVICE bool send(const LowLatency &s, const epcy_low_latency_dispatch &a, c
 #pragma unroll 1
         for (int turn = by_wire ? 0 : 1; turn < N::ranks(c); turn++) {
           const int r = s.after(turn);
+          if (EPCY_RARELY(!s.takes_part(r))) continue;
           store_words(s.lanes(r, c.rank, t) + lane, s.word(id >= 0 && owner == r ? place : kNowhere), weight);
         }
-        c.handle.lanes[t * K + lane] = id < 0 ? kNowhere : make_lane(owner, earlier);
+        c.handle.lanes[t * K + lane] =
+            id < 0 ? kNowhere : make_lane(owner, earlier) | (s.takes_part(owner) ? 0 : kNotSent);
         c.handle.lane_weights[t * K + lane] = in.weight;
         if (lane == 0) {
           c.handle.ranks[t] = ranks;
@@ -193,26 +241,34 @@ __global__ void __launch_bounds__(kThreads, 2) dispatch_tokens(const __grid_cons
   const Seat seat(c, tour.part);
 #pragma unroll 1
   for (int i = threadIdx.x; sends && i < c.num_experts; i += kThreads) dynamic[i] = 0;
-  if (threadIdx.x == 0) shared.bad = ~0u;
+  if (threadIdx.x == 0) shared.bad = ~0u, shared.missing = 0;
   if (threadIdx.x < 64) (&shared.flows[0][0])[threadIdx.x] = 0;
   __syncthreads();
-  const LowLatency s(c, EPCY_LOW_LATENCY_DISPATCH, sends ? nullptr : c.sent);
+  LowLatency s(c, EPCY_LOW_LATENCY_DISPATCH, sends ? nullptr : c.sent);
   Own own;
   int verdict = EPCY_VERDICT_OK;
   if constexpr (sends) {
     if (!send<From, keeps, N>(s, a, tour, seat, shared, dynamic, &own)) verdict = EPCY_VERDICT_BROKEN;
-    if (verdict != EPCY_VERDICT_OK && s.is_clerk() && threadIdx.x == 0) c.handle.found->has_bad = 0;
+    if (verdict != EPCY_VERDICT_OK && s.is_clerk() && threadIdx.x == 0)
+      c.handle.found->has_bad = c.handle.found->not_sent_to = 0;
     stamp(EPCY_SPAN_SEND, s.notes());
-  } else if (__syncthreads_or(s.is_broken())) {
-    verdict = EPCY_VERDICT_BROKEN;
+  } else {
+    const uint2 state = load_local_pair(c.broken); // broken, masked
+    if (__syncthreads_or(state.x)) verdict = EPCY_VERDICT_BROKEN;
+    s.peers &= ~state.y;
   }
-  if (receives && verdict == EPCY_VERDICT_OK)
-    verdict = receive<N>(s, a, tour, seat, dynamic + c.num_experts, keeps, own, shared.flows[1]);
-  if (s.is_clerk() && threadIdx.x == 0 && (receives || verdict != EPCY_VERDICT_OK)) {
-    c.handle.found->verdict = verdict;
-    if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) report(c, s.kind, s.epoch, verdict);
+  Patience for_headers;
+  while (receives && verdict == EPCY_VERDICT_OK) {
+    verdict = receive<N>(s, a, tour, seat, dynamic + c.num_experts, keeps, own, shared.flows[1], &shared.missing,
+                         for_headers);
+    if (!EPCY_RARELY(verdict == kAgain)) break;
+    look_around(s);
+    verdict = EPCY_VERDICT_OK;
   }
-  if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) forget(a, tour);
+  const uint32_t missing = receives && verdict == EPCY_VERDICT_OK ? shared.missing : 0;
+  if (s.is_clerk() && threadIdx.x == 0 && (receives || verdict != EPCY_VERDICT_OK))
+    c.handle.found->verdict = verdict, c.handle.found->missing = missing, c.handle.found->left_by = 0;
+  if (EPCY_RARELY(verdict != EPCY_VERDICT_OK || missing)) mend(a, s.epoch, verdict, missing);
   s.leave(Phases, c.sent);
 }
 

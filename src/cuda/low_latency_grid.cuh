@@ -22,7 +22,7 @@ inline int low_latency_grid(const epcy_low_latency_call &c) {
 }
 
 inline bool is_usual(const epcy_low_latency_call &c) {
-  return c.num_ranks == UsualSizes::kRanks && c.num_topk == UsualSizes::kTopk;
+  return c.num_ranks == UsualSizes::kRanks && c.num_topk == UsualSizes::kTopk && !c.peers.goes_on;
 }
 
 template <typename Kernel> int resident_blocks(Kernel kernel, int threads, size_t shared, int *blocks) {

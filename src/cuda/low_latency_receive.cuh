@@ -140,32 +140,42 @@ struct Own {
 };
 
 // All threads: receive this block's tokens of every rank. `keeps`: this rank's first one is `own`. `from`: [R], nothing
-// yet. What the call comes to; of use is nothing unless it is well.
+// yet. `missing`: the block's, 0 or who takes no part. What the call comes to; of use is nothing unless it is well; kAgain:
+// once more, after look_around().
 template <typename N>
-EPCY_DEVICE int receive(const LowLatency &s, const epcy_low_latency_dispatch &a, const Tour &tour, const Seat &seat,
-                        int *counts, bool keeps, const Own &own, int *from) {
+EPCY_DEVICE int receive(LowLatency &s, const epcy_low_latency_dispatch &a, const Tour &tour, const Seat &seat,
+                        int *counts, bool keeps, const Own &own, int *from, uint32_t *missing, Patience &for_headers) {
   const int lane = s.lane, K = N::topk(s.c), E = s.c.num_experts, first = threadIdx.x, warp = first >> 5;
   const uint64_t *words = s.counts(s.c.rank, 0);
+  const bool speaks = s.is_clerk() && first < 32;
+  if (N::kRanks == 0 && EPCY_RARELY(s.c.peers.goes_on)) { // the clerk finds out who takes part
+    int ignored;
+    if (speaks && s.gather_all(&ignored, false) != EPCY_VERDICT_BROKEN) s.give_go(s.kToReceive);
+    else if (!speaks) s.wait_for_go(s.kToReceive);
+  }
   const ulonglong2 headers = s.look_for_headers();
   uint64_t count = first < E ? load_word(words + first) : 0;
   Arrival next; // what comes first, if it comes
   const int first_source = s.after(keeps && N::ranks(s.c) > 1 ? 1 : 0);
   if (tour.token < s.c.max_tokens) next.begin(s, seat, K, tour.token, first_source);
-  int tokens, verdict = s.gather(headers, &tokens, s.is_clerk() && first < 32);
+  int tokens, verdict = s.gather(headers, &tokens, speaks, for_headers);
   Patience patience;
 #pragma unroll 1
-  for (int i = first; i - lane < E && verdict != EPCY_VERDICT_BROKEN; i += kThreads) {
+  for (int i = first; i - lane < E && verdict < EPCY_VERDICT_BROKEN; i += kThreads) {
     if (i != first && i < E) count = load_word(words + i);
-    while (EPCY_RARELY(__any_sync(~0u, i < E && !s.is_now(count)))) {
-      if (patience.over(s, i < E && !s.is_now(count), EPCY_CUDA_COUNTS, quotient(i, s.c.num_local), count)) {
+    const bool comes = i < E && (!EPCY_RARELY(s.missing()) || s.takes_part(quotient(i, s.c.num_local)));
+    while (EPCY_RARELY(__any_sync(~0u, comes && !s.is_now(count)))) {
+      if (patience.over(s, comes && !s.is_now(count), EPCY_CUDA_COUNTS, quotient(i, s.c.num_local), count)) {
         verdict = EPCY_VERDICT_BROKEN;
         break;
       }
       if (i < E) count = load_word(words + i);
     }
-    if (i < E) counts[i] = (int)(uint32_t)count;
+    if (i < E) counts[i] = comes ? (int)(uint32_t)count : 0;
   }
-  if (__syncthreads_or(verdict == EPCY_VERDICT_BROKEN)) verdict = EPCY_VERDICT_BROKEN;
+  if (EPCY_RARELY(s.missing()) && lane == 0) *missing = s.missing(); // the same for all warps
+  if (EPCY_RARELY(__syncthreads_or(verdict >= EPCY_VERDICT_BROKEN)))
+    verdict = __syncthreads_or(verdict == EPCY_VERDICT_BROKEN) ? EPCY_VERDICT_BROKEN : kAgain;
   if (EPCY_RARELY(verdict != EPCY_VERDICT_OK)) return verdict;
   stamp(EPCY_SPAN_WAIT, s.notes());
   if (s.is_clerk()) {

@@ -7,22 +7,28 @@ namespace {
 
 __global__ void __launch_bounds__(kThreads, 1)
     refuse(const __grid_constant__ epcy_low_latency_call call, int kind, const __grid_constant__ Text text) {
-  const LowLatency s(call, kind, nullptr);
-  if (__syncthreads_or(s.is_broken())) return;
+  LowLatency s(call, kind, nullptr);
+  const uint2 state = load_local_pair(call.broken); // broken, masked
+  if (__syncthreads_or(state.x)) return;
+  __shared__ uint32_t missing;
   const bool first_warp = threadIdx.x < 32;
   bool ok = true;
   if (first_warp) {
     const uint64_t acks = s.look_for_acks();
     s.acknowledge(s.look_for_held());
+    s.peers &= ~state.y;
     ok = s.wait_for_acks(acks);
+    if (s.lane == 0) missing = s.missing();
   }
   if (__syncthreads_or(!ok)) return;
+  s.peers &= ~missing;
   for (int i = threadIdx.x; i < call.num_ranks * EPCY_CUDA_TEXT_BYTES; i += kThreads)
-    s.text(i / EPCY_CUDA_TEXT_BYTES, call.rank)[i % EPCY_CUDA_TEXT_BYTES] = text.bytes[i % EPCY_CUDA_TEXT_BYTES];
+    if (s.takes_part(i / EPCY_CUDA_TEXT_BYTES))
+      s.text(i / EPCY_CUDA_TEXT_BYTES, call.rank)[i % EPCY_CUDA_TEXT_BYTES] = text.bytes[i % EPCY_CUDA_TEXT_BYTES];
   if (kind == EPCY_LOW_LATENCY_DISPATCH) { // counts are waited for together with headers, so they come too
     const int L = (int)call.num_local.by;
     for (int i = threadIdx.x; i < call.num_ranks * L; i += kThreads)
-      store_word(s.counts(i / L, call.rank) + i % L, s.word(0));
+      if (s.takes_part(i / L)) store_word(s.counts(i / L, call.rank) + i % L, s.word(0));
   }
   __threadfence_system(); // the text before the word that says that it is there
   __syncthreads();

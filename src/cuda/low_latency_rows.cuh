@@ -7,6 +7,9 @@ constexpr int kRows = 8; // rows of a thread whose loads are in flight together
 
 // Whether ranks give weights to this call: not whether this one has an array, which without tokens may be at no address.
 EPCY_DEVICE bool gives_weights(const epcy_low_latency_combine &a) { return a.call.header & EPCY_LOW_LATENCY_WEIGHTS; }
+EPCY_DEVICE bool renormalizes(const epcy_low_latency_combine &a) {
+  return a.call.header & EPCY_LOW_LATENCY_RENORMALIZE;
+}
 EPCY_DEVICE const float *weights_given(const epcy_low_latency_combine &a) {
   return gives_weights(a) ? a.topk_weights : nullptr;
 }
@@ -56,6 +59,11 @@ struct Lanes {
     const int lane = threadIdx.x & 31, K = N::topk(c);
     if (!BySource) return load_early(c.handle.ranks + t);
     return lane < K ? load_early(c.handle.lanes + t * K + lane) : kNowhere;
+  }
+  // What is left of that without ranks that take no part.
+  template <bool BySource> EPCY_DEVICE static uint32_t of_those(const LowLatency &s, uint32_t others) {
+    if (!BySource) return others & (s.peers | 1u << s.c.rank);
+    return s.takes_part(others & 31) ? others : kNowhere;
   }
   // A handle whose dispatch failed may hold anything.
   EPCY_DEVICE bool is_here(const epcy_low_latency_call &c) const {

@@ -1,5 +1,6 @@
 // Low-latency combine: what a warp sends of a token, and how it makes a token's sum of what comes: by rank or at the source.
 #pragma once
+#include "low_latency_missing.cuh"
 #include "low_latency_rows.cuh"
 
 constexpr int kLooks = 4; // lines of a thread that are waited for together
@@ -18,7 +19,7 @@ EPCY_DEVICE bool wait_for_lines(const LowLatency &s, const Rows &rows, const uin
       if (wire >> j & 1 && rows.late(s, v[j])) mine |= 1u << j, seen = v[j].x;
     const unsigned any = __reduce_or_sync(~0u, mine);
     if (!EPCY_RARELY(any)) return true;
-    if (patience.over(s, mine, EPCY_CUDA_LINES, peers >> 8 * (__ffs(any) - 1) & 255, (uint64_t)seen << 32))
+    if (patience.over<true>(s, mine, EPCY_CUDA_LINES, peers >> 8 * (__ffs(any) - 1) & 255, (uint64_t)seen << 32))
       return false;
 #pragma unroll
     for (int j = 0; j < N; j++)
@@ -67,9 +68,10 @@ EPCY_DEVICE bool gather_lines(const LowLatency &s, const Rows &rows, unsigned wh
 }
 
 // What a kernel of a combine is made for. Fast: calls that send and receive, without weights. Few: so few tokens that each
-// block has a multiprocessor for itself, whose registers take the rows of both sums at once.
-template <typename N, bool IsFast, bool IsFew> struct Made : N {
-  static constexpr bool kFast = IsFast, kFew = IsFew;
+// block has a multiprocessor for itself, whose registers take the rows of both sums at once. Special: calls that
+// renormalize, or mask late ranks.
+template <typename N, bool IsFast, bool IsFew, bool IsSpecial = false> struct Made : N {
+  static constexpr bool kFast = IsFast, kFew = IsFew, kSpecial = IsSpecial;
   static constexpr int kThreadsOfBlock = IsFast && !IsFew ? 1024 : kThreads;
   static constexpr int kRowsAtOnce = IsFew ? kRows : kRows / 2;
 };
@@ -91,10 +93,13 @@ template <int Dtype, typename Rows, typename N> struct ByRank {
     const int K = s.c.num_topk, warps = blockDim.x >> 5;
 #pragma unroll 1
     for (int t = blockIdx.x * warps + (threadIdx.x >> 5); t < s.c.num_tokens; t += gridDim.x * warps) {
+      float weight = 0.0f;
+      if (EPCY_RARELY(renormalizes(a))) weight = made_up_for(a, s.peers, t);
+      else if (s.lane < K) weight = a.topk_weights[t * K + s.lane];
       if (s.lane >= K) continue;
       const uint32_t lane = s.c.handle.lanes[t * K + s.lane], owner = lane & 255;
-      if (lane != kNowhere && (int)owner < s.c.num_ranks)
-        store_word(s.weights(owner, s.c.rank, t) + s.lane, s.word(__float_as_uint(a.topk_weights[t * K + s.lane])));
+      if (lane < kLost && (int)owner < s.c.num_ranks && s.takes_part(owner))
+        store_word(s.weights(owner, s.c.rank, t) + s.lane, s.word(__float_as_uint(weight)));
     }
   }
   // Wait for them. False: gave up.

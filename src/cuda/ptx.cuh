@@ -37,6 +37,11 @@ EPCY_DEVICE uint32_t load_local(const uint32_t *p) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+EPCY_DEVICE uint2 load_local_pair(const uint32_t *p) { // 8-byte aligned
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
 EPCY_DEVICE float load_foreign(const float *p) { // a peer wrote or will write it: never from a cache of this SM
   float v;
   asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");

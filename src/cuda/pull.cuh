@@ -168,7 +168,7 @@ template <int Dtype, typename Before> EPCY_DEVICE void combine(const epcy_cuda_c
   __shared__ Rows y;
   __shared__ int verdict;
   const Step s(a.peers);
-  if (s.broken()) return s.report_broken();
+  if (__syncthreads_or(s.broken())) return s.report_broken();
   if (blockIdx.x == 0)
     s.announce(a.header, (uint32_t)(a.y_offset / 128), (uint32_t)(a.weights_offset / 128), EPCY_GRID(gridDim.x, 0, 0));
   if (threadIdx.x == 0) {

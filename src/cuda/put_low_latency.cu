@@ -89,7 +89,7 @@ EPCY_DEVICE const uint32_t *sent_of(const epcy_put &a) {
 
 // A block for a far rank: weights to it, and its own; the first thing of a combine that is given weights.
 __global__ void __launch_bounds__(kThreads) exchange_weights(const __grid_constant__ epcy_put a) {
-  const LowLatency s(a.call, EPCY_LOW_LATENCY_COMBINE, nullptr);
+  LowLatency s(a.call, EPCY_LOW_LATENCY_COMBINE, nullptr);
   const epcy_low_latency_call &c = a.call;
   const Puts puts = {a, s};
   const int r = blockIdx.x, K = c.num_topk, num_lanes = c.num_tokens * K;

@@ -154,7 +154,7 @@ template <int Dtype> struct LogRows {
         if (lane < more) w = load_unit(slot + first_line * 8 + i);
         const bool waits = lane < more && lane % 8 == 7 && w.x != s.epoch;
         if (!__any_sync(~0u, waits)) break;
-        if (patience.over(s, waits, EPCY_CUDA_LINES, from, (uint64_t)w.x << 32)) return false;
+        if (patience.over<true>(s, waits, EPCY_CUDA_LINES, from, (uint64_t)w.x << 32)) return false;
       }
       if (lane < more && i % 8 < 7) piece()[i / 8 * 7 + i % 8] = w;
     }

@@ -11,7 +11,7 @@ __global__ void __launch_bounds__(256, 1)
     step_alone(const __grid_constant__ epcy_peers peers, uint32_t header, const __grid_constant__ Text text) {
   __shared__ int verdict;
   const Step s(peers);
-  if (s.broken()) return s.report_broken();
+  if (__syncthreads_or(s.broken())) return s.report_broken();
   if (threadIdx.x == 0) verdict = EPCY_VERDICT_OK;
   if (header & EPCY_HEADER_REFUSED)
     for (int i = threadIdx.x; i < s.num_ranks * EPCY_CUDA_TEXT_BYTES; i += blockDim.x)
@@ -53,11 +53,13 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
   const bool settled =
       again && (uint32_t)(load_word((uint64_t *)(p.base[p.rank] + p.control.resets) + R + p.rank) >> 32) == round;
   const uint32_t mine = again ? (uint32_t)said : most;
+  const bool meets = r < R && !(local->masked >> r & 1); // a lane a rank that takes part
   bool ok = true;
   for (int half = 0; half < 2 && ok; half++) {
     uint64_t seen = 0;
-    if (r < R) {
+    if (r < R) // masked ones too: they shall know how far the others are
       store_word_release((uint64_t *)(p.base[r] + p.control.resets) + half * R + p.rank, (uint64_t)round << 32 | mine);
+    if (meets) {
       const uint64_t start = global_time_ns();
       const uint64_t *at = (const uint64_t *)(p.base[p.rank] + p.control.resets) + half * R + r;
       while ((int32_t)((uint32_t)((seen = load_word_acquire(at)) >> 32) - round) < 0 && ok)
@@ -73,11 +75,11 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
       __threadfence_system();
       __syncwarp();
     } else if (half == 0 && ok) { // the furthest, modulo 2^32
-      most = mine + (uint32_t)__reduce_max_sync(~0u, r < R ? (int32_t)((uint32_t)seen - mine) : INT32_MIN);
+      most = mine + (uint32_t)__reduce_max_sync(~0u, meets ? (int32_t)((uint32_t)seen - mine) : INT32_MIN);
       __syncwarp();
       for (int b = r; b < EPCY_MAX_BLOCKS; b += 32) local->epoch[b] = most + 2;
       if (r == 0) local->blocks_met = 0, local->broken = 0;
-      if (r < R) ((uint32_t *)(p.base[p.rank] + p.control.left))[r] = 0; // all have come
+      if (meets) ((uint32_t *)(p.base[p.rank] + p.control.left))[r] = 0; // all have come
       if (wire.bytes) reset_low_latency(p, wire, most + 2);
       __threadfence_system();
       __syncwarp();
@@ -89,10 +91,21 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
         (uint64_t)p.ticket << 32 | (ok ? EPCY_VERDICT_OK : EPCY_VERDICT_BROKEN);
 }
 
+__global__ void __launch_bounds__(32, 1)
+    change_mask(const __grid_constant__ epcy_peers p, uint32_t more, uint32_t fewer) {
+  if (threadIdx.x != 0) return;
+  epcy_local *local = (epcy_local *)(p.base[p.rank] + p.control.local);
+  *(volatile uint32_t *)&p.report->masked = local->masked = (local->masked | more) & ~fewer;
+}
+
 } // namespace
 
 extern "C" int epcy_cuda_launch_step(const epcy_peers *peers, uint32_t header, const char *text, void *stream) {
   return launch_apart(step_alone, 1, 256, stream, *peers, header, text_of(text));
+}
+
+extern "C" int epcy_cuda_launch_mask(const epcy_peers *peers, uint32_t more, uint32_t fewer, void *stream) {
+  return launch_apart(change_mask, 1, 32, stream, *peers, more, fewer);
 }
 
 extern "C" int epcy_cuda_launch_reset(const epcy_peers *peers, const epcy_low_latency_wire *wire, uint32_t round,

@@ -1,5 +1,6 @@
 // A call as every kernel sees it: its epoch, the headers of all ranks, bounded waits, and the end.
 #pragma once
+#include "elsewhere.cuh"
 #include "epcy/cuda.h"
 #include "ptx.cuh"
 #include "stamp.cuh"
@@ -9,7 +10,7 @@ struct Step {
   uint32_t epoch;
   int me, num_ranks;
 
-  // All threads. `broken` Buffers do nothing until reset.
+  // All threads. `broken` Buffers do nothing until reset: a block asks as one, since another block may find out just then.
   EPCY_DEVICE explicit Step(const epcy_peers &peers) : p(peers), me(peers.rank), num_ranks((int)peers.shape.num_ranks) {
     const uint32_t before = load_local(&local()->epoch[blockIdx.x]);
     epoch = before == 0xFFFFFFFFu ? 2u : before + 1; // 0 is no epoch, and each call takes the other set than the last
@@ -83,6 +84,10 @@ struct Step {
     const uint64_t now = global_time_ns();
     if (!start) start = now;
     if (broken()) return 0;
+    if (phase == EPCY_CUDA_HEADERS) {
+      const epcy_low_latency_wire wire = epcy_low_latency_wire_layout(&p.shape, p.control.bytes);
+      if (is_elsewhere(p, wire, kStepCalls, epoch, peer, header_value(me, 0))) return 0;
+    }
     const bool gone = load_local(left(me, peer)) != 0;
     const uint64_t v = load_word_acquire(at);
     if (has_come(v, least) || (!gone && now - start <= (uint64_t)p.timeout_ns)) return start;

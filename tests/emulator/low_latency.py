@@ -16,6 +16,10 @@ SEND, RECEIVE = C.EPCY_LOW_LATENCY_SEND, C.EPCY_LOW_LATENCY_RECEIVE
 BOTH = SEND | RECEIVE
 
 
+def ranks_of(bits: int) -> tuple[int, ...]:
+    return tuple(r for r in range(32) if bits >> r & 1)
+
+
 @dataclass
 class Received:
     recv_x: Any
@@ -33,6 +37,7 @@ class LowLatencyRanks(World):
         node = [r // per_node for r in range(R)]
         self.far = [sum(1 << q for q in range(R) if node[q] != node[r]) for r in range(R)]
         num_far = max(mask.bit_count() for mask in self.far)
+        self.goes_on = options.pop("goes_on", False)
         super().__init__(*args, low_latency=True, num_far=num_far, **options)
 
     def make_handle(self, rank: int) -> Any:
@@ -59,6 +64,7 @@ class LowLatencyRanks(World):
         blocks: int,
     ) -> None:
         call.peers = self.mirrored(rank, header & 7)
+        call.peers.goes_on = self.goes_on
         call.wire, call.handle, call.sent = self.wire, handle, handle.sent + 4 * slot
         call.header, call.phases, call.num_tokens, call.dtype = header, phases, T, kind
         call.max_blocks = blocks
@@ -121,6 +127,7 @@ class LowLatencyRanks(World):
         phases: int = BOTH,
         by_source: bool = False,
         use_logfmt: bool = False,
+        renormalize: bool = False,
         slot: int = 1,
         blocks: int = 3,
         out: Any = None,
@@ -130,6 +137,8 @@ class LowLatencyRanks(World):
         kind = FLOATS.index(y.dtype)
         header = OP_COMBINE | kind << 3 | (weights is not None) * C.EPCY_LOW_LATENCY_WEIGHTS
         header |= by_source * C.EPCY_LOW_LATENCY_SOURCE | use_logfmt * C.EPCY_LOW_LATENCY_LOGFMT
+        if renormalize:
+            header |= C.EPCY_LOW_LATENCY_RENORMALIZE | (not by_source) * C.EPCY_LOW_LATENCY_WEIGHTS
         c = C.epcy_low_latency_combine()
         y, weights = self.put(rank, y), self.put(rank, weights)
         self.fill(c.call, rank, handle, slot, header, phases=phases, T=T, kind=kind,
@@ -192,6 +201,25 @@ class LowLatencyRanks(World):
             params.call.header & C.EPCY_LOW_LATENCY_WEIGHTS
             and not params.call.header & C.EPCY_LOW_LATENCY_SOURCE
         )
+
+    def mask(self, rank: int, more: Any = (), fewer: Any = ()) -> None:
+        """Queue a change of this rank's masks."""
+        bits = [ctypes.c_uint32(sum(1 << r for r in ranks)) for ranks in (more, fewer)]
+        peers = self.peers(rank, operation=0)
+        self.launch(rank, "epcy_cuda_launch_mask", ctypes.byref(peers), *bits)
+
+    def masked(self, rank: int) -> tuple[int, ...]:
+        return ranks_of(self.local(rank).masked)
+
+    def found(self, handle: Any) -> Any:
+        """A copy of what a handle's calls have found."""
+        return C.epcy_low_latency_found.from_buffer_copy(C.epcy_low_latency_found.from_address(handle.found))
+
+    def dropped(self, handle: Any) -> tuple[list[int], list[int]]:
+        """Lanes by rank that were not sent, and not returned, as the host reads them."""
+        found, R = self.found(handle), self.R
+        lanes = list((ctypes.c_int32 * (2 * R)).from_address(handle.dropped))
+        return (lanes[:R] if found.not_sent_to else [0] * R, lanes[R:] if found.not_returning else [0] * R)
 
     def set_epoch(self, epoch: int) -> None:
         """As if every rank had come to this call of either kind, before `run`."""

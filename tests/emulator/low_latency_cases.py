@@ -14,7 +14,7 @@ from emulator.world import FLOATS
 from epcy import reference
 
 
-def check_received(world: Any, got: list[Any], xs: list[Any], idxs: list[Any], **casts: bool) -> Any:
+def check_received(world: Any, got: list[Any], xs: list[Any], idxs: list[Any], **casts: Any) -> Any:
     want, routing = reference.low_latency_dispatch(
         xs, idxs, num_experts=world.E, num_max_tokens_per_rank=world.M, **casts
     )

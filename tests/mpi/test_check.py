@@ -39,7 +39,6 @@ def test_all_calls_work(comm, make_buffer):
     works(buf)
 
 
-@pytest.mark.host_only("the test writes through NumPy's views")
 @pytest.mark.parametrize(
     "region", ["receive area", "low-latency receive area", "combine area", "low-latency combine area"]
 )
@@ -53,13 +52,8 @@ def test_a_write_past_the_end(comm, make_buffer, region):
               "low-latency combine area": buf.low_latency_combine_input(handle)}  # fmt: skip
     if comm.rank == comm.size - 1:
         # what a kernel of the user does that runs off the end: all the way to the next region
-        memory = arrays[region]
-        base = memory
-        while isinstance(base.base, np.ndarray):
-            base = base.base
-        heap = np.frombuffer(base.base if base.base is not None else base, np.uint8)
-        at = end_of_region(buf, memory.ctypes.data - heap.ctypes.data, heap)
-        heap[at - 128 + 5] ^= 0x55
+        guard = guard_behind(arrays[region])
+        guard[5:6] ^= 0x55
     error = raised(buf.barrier)
     if comm.rank == comm.size - 1:
         assert type(error) is epcy.StateError, repr(error)
@@ -71,31 +65,52 @@ def test_a_write_past_the_end(comm, make_buffer, region):
     works(buf)
 
 
-def end_of_region(buf, offset, heap):
-    """The first guard (128 canary bytes before a page's end) after an offset."""
-    at = offset // 4096 * 4096 + 4096
-    while not (heap[at - 128 : at] == 0xC5).all():
+def guard_behind(array):
+    """The first guard behind where an array begins: 128 canary bytes before a page's end of the Buffer's memory."""
+    if isinstance(array, np.ndarray):
+        base = array
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        heap = np.frombuffer(base.base if base.base is not None else base, np.uint8)
+        at = array.ctypes.data - heap.ctypes.data
+
+        def bytes_at(begin):
+            return heap[begin : begin + 128]
+    else:
+        import cupy
+
+        at = array.data.ptr  # symmetric memory begins at a page
+
+        def bytes_at(begin):
+            memory = cupy.cuda.UnownedMemory(begin, 128, array)
+            return cupy.ndarray((128,), np.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+    at = at // 4096 * 4096 + 4096
+    while not (to_host(bytes_at(at - 128)) == 0xC5).all():
         at += 4096
-    return at
+    return bytes_at(at - 128)
 
 
-@pytest.mark.host_only("rows are poisoned on the host")
 def test_rows_that_nobody_wrote_are_nan(comm, make_buffer):
     buf = make_buffer(check=True, low_latency_mode=True)
     x, idx = to_expert_0(buf, 2)
     for _ in range(3):
         r = buf.dispatch(x, idx, num_worst_tokens=2 * comm.size + 3)
         come = 2 * comm.size if comm.rank == 0 else 0
-        assert np.isnan(r.recv_x[come:].astype(np.float32)).all()
-        assert not np.isnan(r.recv_x[:come].astype(np.float32)).any()
+        assert np.isnan(as_floats(r.recv_x[come:])).all()
+        assert not np.isnan(as_floats(r.recv_x[:come])).any()
         recv_x, count, handle, _, _ = buf.low_latency_dispatch(x, idx, use_fp8=False)
         for e, n in enumerate(to_host(count)):
-            assert np.isnan(recv_x[e, n:].astype(np.float32)).all()
-        assert np.isnan(buf.low_latency_combine_input(handle).astype(np.float32)).all()
+            assert np.isnan(as_floats(recv_x[e, n:])).all()
+        assert np.isnan(as_floats(buf.low_latency_combine_input(handle))).all()
         buf.low_latency_combine(recv_x, None, None, handle)
-        assert np.isnan(buf.combine_input(r.handle).astype(np.float32)).all()
+        assert np.isnan(as_floats(buf.combine_input(r.handle))).all()
         buf.combine(buf.combine_input(r.handle), r.handle)
         buf.reset()
+
+
+def as_floats(array):
+    return to_host(array).astype(np.float32)
 
 
 def test_bad_ids_at_once(comm, make_buffer):

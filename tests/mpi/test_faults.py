@@ -6,15 +6,12 @@ import signal
 import threading
 import time
 
-import numpy as np
 import pytest
 
 import epcy
 from mpi import low_latency_cases as low_latency
 from mpi.cases import BFLOAT16, check_combine, check_dispatch, draw, raised, to_expert_0
 from parallel import AGREEMENT
-
-pytestmark = pytest.mark.host_only("faults strike between the steps of the host backend")
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +45,7 @@ class Calls:
         self.buf, self.x, self.idx = buf, x, idx
         self.r, self.e = buf.dispatch(x, idx), buf.dispatch(x, idx, layout="expert")
         _, _, self.handle, _, _ = buf.low_latency_dispatch(x, idx)
-        self.y = np.ones((4, 16 * buf.size, 512), BFLOAT16)
+        self.y = buf.xp.ones((4, 16 * buf.size, 512), BFLOAT16)
 
 
 HIGH_THROUGHPUT = ["dispatch", "dispatch, expert layout", "dispatch, cached", "dispatch, worst case"]
@@ -61,6 +58,15 @@ DROPPED = [(name, phase) for name in (*HIGH_THROUGHPUT, "reset") for phase in ("
 DROPPED += [(name, "arrival") for name in ("barrier", *LOW_LATENCY)]
 if AGREEMENT.size > 2:  # a third rank changes little: a part of the cells
     LATE, DROPPED = LATE[::3], DROPPED[::3]
+
+
+def on_the_host(cell):
+    return pytest.param(*cell, marks=pytest.mark.host_only("no fault strikes inside a kernel"))
+
+
+# On GPUs a rank is late before it launches a kernel, and loses the flags of a whole kernel.
+LATE = [cell if cell[1] == "arrival" else on_the_host(cell) for cell in LATE]
+DROPPED = [cell if cell != ("reset", "completion") else on_the_host(cell) for cell in DROPPED]
 
 
 def strike(make_buffer, comm, fault, name, phase, timeout):
@@ -88,7 +94,7 @@ def with_timeout(buf, name, calls, timeout):
         return buf.dispatch(x, timeout=timeout, **options)
     if name.startswith("combine"):
         handle = e if "expert" in name else r
-        return buf.combine(np.ones((handle.num_rows, 512), BFLOAT16), handle, timeout=timeout)
+        return buf.combine(buf.xp.ones((handle.num_rows, 512), BFLOAT16), handle, timeout=timeout)
     if name in ("barrier", "reset"):
         return getattr(buf, name)(timeout=timeout)
     hook = "hook" in name
@@ -105,16 +111,21 @@ def with_timeout(buf, name, calls, timeout):
 def test_a_late_rank(comm, make_buffer, name, phase):
     buf, call = strike(make_buffer, comm, "late", name, phase, 0.15)
     start = time.monotonic()
-    error = raised(call)
+    error = low_latency.late_error(buf, call)
     assert time.monotonic() - start < 2
     last = comm.size - 1
     if comm.rank != last:
         assert type(error) is epcy.PeerTimeoutError and error.ranks == (last,), repr(error)
         for text in (name.split(",")[0], f"rank {comm.rank}", "timeout=0.15", f"rank {last} (pid", "reset()"):
             assert text in str(error), error
-        assert error.phase == (
-            "reset" if name == "reset" else "arrival" if "low" in name or phase == "arrival" else "completion"
-        )
+        if buf.backend == "host":  # of a kernel's waits any may be the first that expires
+            assert error.phase == (
+                "reset"
+                if name == "reset"
+                else "arrival"
+                if "low" in name or phase == "arrival"
+                else "completion"
+            )
         assert not buf
     comm.Barrier()
     if name != "reset" or error is not None:  # where reset() returned it is over; elsewhere it goes on
@@ -125,15 +136,17 @@ def test_a_late_rank(comm, make_buffer, name, phase):
 @pytest.mark.parametrize("name, phase", DROPPED)
 def test_a_lost_flag(comm, make_buffer, name, phase):
     buf, call = strike(make_buffer, comm, "drop", name, phase, 0.15)
-    error = raised(call)
+    error = low_latency.late_error(buf, call)
     last = comm.size - 1
     assert type(error) is epcy.PeerTimeoutError, repr(error)
-    assert last in error.ranks and (comm.size == 2 or comm.rank == last or error.ranks == (last,)), error
+    if buf.backend == "host" or comm.rank != last:
+        assert last in error.ranks and (comm.size == 2 or comm.rank == last or error.ranks == (last,)), error
     comm.Barrier()
     buf.reset()
     works(buf)
 
 
+@pytest.mark.host_only("kernels acknowledge as the first thing of the next call")
 def test_a_lost_receipt_heals(comm, make_buffer):
     """The next receipt says as much: words only grow."""
     buf = make_buffer(low_latency_mode=True, faults="drop:phase=receipt,every=3", timeout=5)
@@ -167,6 +180,7 @@ def test_a_full_heap(comm, make_buffer):
     works(make_buffer(low_latency_mode=True))
 
 
+@pytest.mark.host_only("kernels count by themselves")
 @pytest.mark.parametrize("by", [1000, -100])
 def test_a_count_that_cannot_be(comm, make_buffer, by):
     buf = make_buffer(low_latency_mode=True, faults=f"lie:rank=1,by={by},call=1", timeout=5)
@@ -176,6 +190,7 @@ def test_a_count_that_cannot_be(comm, make_buffer, by):
     works(buf)
 
 
+@pytest.mark.host_only("kernels count by themselves")
 @pytest.mark.parametrize("by", [1, -1])
 def test_a_count_that_lies(comm, make_buffer, by):
     """Within what is possible: the option `check` finds it."""
@@ -194,6 +209,7 @@ def test_a_count_that_lies(comm, make_buffer, by):
     works(buf)
 
 
+@pytest.mark.host_only("the host waits in some of a GPU's calls alone")
 @pytest.mark.parametrize("name", [*HIGH_THROUGHPUT[:1], "combine", "barrier", "reset", *LOW_LATENCY])
 def test_an_interrupt(comm, make_buffer, name):
     buf, call = strike(make_buffer, comm, "late", name, "arrival", None)

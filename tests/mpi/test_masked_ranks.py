@@ -7,11 +7,9 @@ import pytest
 
 import epcy
 from epcy import reference
-from mpi.cases import DTYPES, assert_bits, draw, mine, raised, to_expert_0
+from mpi.cases import DTYPES, assert_bits, draw, mine, raised, to_device, to_expert_0
 from mpi.low_latency_cases import compare_received, expert_rows
 from parallel import given
-
-pytestmark = pytest.mark.host_only("the nvshmem backend masks no ranks yet")
 
 
 @pytest.fixture
@@ -51,7 +49,13 @@ def pair(buf, masked, seed, *, hook=False, use_fp8=True, renormalize=False, redu
     compare_received(recv_x, count, want[rank])
     ys = expert_rows(buf, routing, seed, "bfloat16")
     z, _, call_hook = buf.low_latency_combine(
-        ys[rank], None, None, handle, renormalize=renormalize, reduction=reduction, return_recv_hook=hook
+        to_device(buf, ys[rank]),
+        None,
+        None,
+        handle,
+        renormalize=renormalize,
+        reduction=reduction,
+        return_recv_hook=hook,
     )
     if hook:
         call_hook()
@@ -153,7 +157,7 @@ def test_a_handle_outlives_a_mask(comm, make):
         buf.reset(timeout=60)
         return
     buf.mask_rank(out)
-    z, _, _ = buf.low_latency_combine(ys[comm.rank], None, None, handle, renormalize=True)
+    z, _, _ = buf.low_latency_combine(to_device(buf, ys[comm.rank]), None, None, handle, renormalize=True)
     lost = [lanes_to(idx, r, 4) if r == out else 0 for r in range(comm.size)]
     assert handle.num_lanes_not_returned.tolist() == lost
     rows = [
@@ -183,12 +187,13 @@ def test_on_timeout(comm, make):
     if comm.rank == out:
         time.sleep(0.8)
     start = time.monotonic()
-    _, _, handle, _, _ = buf.low_latency_dispatch(x, idx, w)  # sent to all, received from those that came
+    _, _, handle, event, _ = buf.low_latency_dispatch(x, idx, w)  # sent to all, received from those that came
+    event.synchronize()
     assert time.monotonic() - start < 0.7 and bool(buf)
     if comm.rank != out:
         assert handle.missing_ranks == (out,) and buf.masked_ranks() == (out,)
         assert buf.num_lanes_not_sent.tolist() == [0] * comm.size
-    buf.low_latency_combine(np.ones((4, 16 * comm.size, 512), DTYPES["bfloat16"]), None, None, handle)
+    buf.low_latency_combine(buf.xp.ones((4, 16 * comm.size, 512), DTYPES["bfloat16"]), None, None, handle)
     if comm.rank != out:
         assert handle.num_lanes_not_returned[out] == lanes_to(idx, out, 4)
     for seed in range(3):

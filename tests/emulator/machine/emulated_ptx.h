@@ -30,6 +30,10 @@ inline uint32_t load_local(const uint32_t *p) {
   emulated::yield();
   return *p;
 }
+inline uint2 load_local_pair(const uint32_t *p) {
+  emulated::yield();
+  return make_uint2(p[0], p[1]);
+}
 inline float load_foreign(const float *p) { return *p; }
 inline uint4 load_unit(const uint4 *p) { return *(const uint4 *)emulated::line_of(p); }
 inline void store_unit(uint4 *p, const uint4 &v) {
