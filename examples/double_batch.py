@@ -196,7 +196,8 @@ class Clock:
         stop.record()
         launched_us = (time.perf_counter() - begin) * 1e6
         stop.synchronize()
-        self.lead_us = max(self.lead_us, 100 + 1.5 * launched_us)  # for the next one
+        # For the next one, and as long on every rank: who is held longer keeps the others waiting.
+        self.lead_us = COMM.allreduce(max(self.lead_us, 100 + 1.5 * launched_us), MPI.MAX)
         return self.xp.cuda.get_elapsed_time(start, stop) * 1e3
 
     def measure(self, step, num_runs):

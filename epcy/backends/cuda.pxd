@@ -64,6 +64,7 @@ cdef extern from "epcy/cuda.h" nogil:
         uint32_t expired, phase, peer, epoch
         uint64_t expected, seen
         uint32_t operation, gone
+        int64_t timeout_ns
         epcy_cuda_bad bad[32]
         uint32_t late_verdict, late_rank
         uint64_t late_rows, late_limit

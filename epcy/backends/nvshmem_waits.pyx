@@ -202,7 +202,7 @@ cdef class NvshmemWaits(NvshmemHeap):
                            for rank, epoch in zip(culprits[:4], seen)])
         gone = [r.peer] if r.gone else []
         return verdicts.late(operation, r.epoch, self.rank, gone or culprits, phase, expected, seen, where, gone,
-                             0.0 if r.gone else self.timeout, self.timeout)
+                             0.0 if r.gone else r.timeout_ns * 1e-9, r.timeout_ns * 1e-9)
 
     def take_deferred(self):
         error, self.deferred = self.deferred, None

@@ -13,7 +13,7 @@ CASES = ("dispatch", "combine", "roundtrip")  # measured where the command line 
 MORE_CASES = ("overlap", "first-call")
 # The first is what --baseline means.
 BASELINES = {"host": ("alltoallv",), "nvshmem": ("cupy", "nccl-alltoall")}
-SUITES = ("figures", "decoding")
+SUITES = ("figures", "figures-ht", "figures-ll", "decoding")
 
 EPILOG = """\
 times are the maximum over ranks, of the Python call on the host backend and between CUDA events on nvshmem; wire: GB/s

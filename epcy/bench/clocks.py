@@ -90,14 +90,22 @@ class EventClock:
     """CUDA events on the current stream."""
 
     def __init__(
-        self, buf: epcy.Buffer, *, flush: bool, spin: bool, hidden: bool, spin_us: int = SPIN_US
+        self,
+        buf: epcy.Buffer,
+        *,
+        flush: bool,
+        spin: bool,
+        hidden: bool,
+        spin_us: float = SPIN_US,
+        grows: bool = False,
     ) -> None:
-        """`hidden`: the launch is meant to be hidden by the spin, so a run that it was not is counted as late."""
+        """`hidden`: the launch is meant to be hidden by the spin, so a run that it was not is counted as late. `grows`:
+        the spin takes as long as the slowest rank's launches did before, as warm-up runs find out."""
         self.cupy, self.buf, self.hidden = buf.xp, buf, hidden
         self.stream = self.cupy.cuda.get_current_stream()
         self.dirt = self.cupy.empty(FLUSH_BYTES if flush else 0, np.uint8)
         self.spin = self.cupy.RawKernel(SPIN, "spin") if spin else None
-        self.spin_ns = np.uint64(spin_us * 1000)
+        self.spin_us, self.grows = float(spin_us), grows
         self.start, self.stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
 
     def open(self, work: Any) -> None:
@@ -121,7 +129,7 @@ class EventClock:
             )
         self.buf._align(self.stream)
         if self.spin is not None:
-            self.spin((1,), (1,), (self.spin_ns,))
+            self.spin((1,), (1,), (np.uint64(self.spin_us * 1e3),))
         self.start.record(self.stream)
         begin = perf_counter()
         self.launch(work)
@@ -131,6 +139,8 @@ class EventClock:
         self.collect(work)
         self.stream.synchronize()
         us = self.cupy.cuda.get_elapsed_time(self.start, self.stop) * 1e3
+        if self.grows:  # as long on every rank: who is held longer keeps the others waiting
+            self.spin_us = self.buf.comm.allreduce(max(self.spin_us, SPIN_US + 1.5 * host_us), MPI.MAX)
         return Run(us / work.num_calls, host_us / work.num_calls, late)
 
     def collect(self, work: Any) -> None:

@@ -81,7 +81,10 @@ class Bench:
         waits = not is_ll and case != "combine" and not given.cached
 
         def time(work: Any) -> Measured:
-            clock = self._clock(buf, given, hidden=given.graph or not (is_ll or waits))
+            grows = (
+                case == "overlap"
+            )  # products are launched one by one, and are to be there when their turn comes
+            clock = self._clock(buf, given, hidden=grows or given.graph or not (is_ll or waits), grows=grows)
             return time_work(self.comm, clock, work, given.runs, given.warmup, given.check)
 
         beside: dict[str, Any]
@@ -120,11 +123,12 @@ class Bench:
             buf._num_blocks(op, given.layout) for op in ("dispatch", "combine") if case in (op, "roundtrip")
         )
 
-    def _clock(self, buf: epcy.Buffer, given: Arguments, hidden: bool) -> HostClock | EventClock:
+    def _clock(self, buf: epcy.Buffer, given: Arguments, hidden: bool, grows: bool) -> HostClock | EventClock:
         if self.backend == "host":
             return HostClock(buf)
         kind = GraphClock if given.graph else EventClock
-        return kind(buf, flush=given.mode == "ht", spin=given.mode == "ht" or given.graph, hidden=hidden)
+        spin = given.mode == "ht" or given.graph or grows
+        return kind(buf, flush=given.mode == "ht", spin=spin, hidden=hidden, grows=grows)
 
     def _baselines(
         self, buf: epcy.Buffer, given: Arguments, case: str, sets: list[list[DataSet]], epcy_us: float

@@ -152,6 +152,7 @@ typedef struct epcy_report {        /* its definition must not depend on the Buf
   uint32_t expired, phase, peer, epoch;
   uint64_t expected, seen;
   uint32_t operation, gone;           /* gone: the peer had left */
+  int64_t timeout_ns;                 /* of that call */
   epcy_cuda_bad bad[EPCY_MAX_CHUNKS]; /* the first of each chunk of this rank */
   uint32_t late_verdict, late_rank;   /* of a call whose host did not wait and which failed; who refused */
   uint64_t late_rows, late_limit;     /* rows that came where there was room for fewer */

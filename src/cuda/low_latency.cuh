@@ -94,7 +94,7 @@ static __device__ __noinline__ void expire(const epcy_low_latency_call &c, uint3
   epcy_report *r = c.peers.report;
   r->gone = load_local(left_word(c, c.peers.rank, peer));
   r->phase = phase, r->peer = peer, r->epoch = epoch, r->expected = (uint64_t)epoch << 32, r->seen = seen;
-  r->operation = c.peers.operation;
+  r->operation = c.peers.operation, r->timeout_ns = c.peers.timeout_ns;
   __threadfence_system();
   *(volatile uint32_t *)&r->expired = 1;
 }

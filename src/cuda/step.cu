@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
         ok = global_time_ns() - start < (uint64_t)p.timeout_ns;
       if (!ok) {
         p.report->phase = EPCY_CUDA_RESET, p.report->peer = r, p.report->epoch = mine;
-        p.report->expected = (uint64_t)round << 32, p.report->seen = seen, p.report->expired = 1;
+        p.report->expected = (uint64_t)round << 32, p.report->seen = seen;
+        p.report->timeout_ns = p.timeout_ns, p.report->expired = 1;
       }
     }
     ok = __all_sync(~0u, ok);

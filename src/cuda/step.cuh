@@ -101,7 +101,7 @@ struct Step {
     epcy_report *r = p.report;
     r->gone = gone;
     r->phase = phase, r->peer = peer, r->epoch = epoch, r->expected = word(0), r->seen = seen;
-    r->operation = p.operation;
+    r->operation = p.operation, r->timeout_ns = p.timeout_ns;
     __threadfence_system();
     *(volatile uint32_t *)&r->expired = 1;
   }

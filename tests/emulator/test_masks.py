@@ -249,7 +249,7 @@ def test_a_rank_that_comes_in_the_very_moment() -> None:
     for seed in range(10):
         rng = np.random.default_rng(seed)
         world = LowLatencyRanks(2, 2, 3, 5, 256, row_bytes=512, goes_on=True, timeout_ns=3_000_000)
-        world.wait(1, int(rng.integers(2_400_000, 4_400_000)))
+        world.wait(1, int(rng.integers(1_000_000, 4_400_000)))
         pair = Pair(world, rng, [()] * 2, by_source=seed % 2 == 1)
         world.run(seed)
         missing = world.found(pair.handles[0]).missing
