@@ -100,6 +100,6 @@ def between_nodes(name: str, topology: Topology, options: dict[str, Any]) -> Any
             f"{topology.rank}); start as many ranks on each machine, give num_max_nvl_peers a number that divides "
             "them, or path='direct'"
         )
-    from epcy.backends.host_relay import HostRelay
+    from epcy.backends.host_relay_low_latency import HostRelayLowLatency
 
-    return functools.partial(HostRelay, topology)
+    return functools.partial(HostRelayLowLatency, topology)

@@ -10,7 +10,7 @@ those of one node. What remains is to send this rank's words when they change, a
 import time
 
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from posix.time cimport nanosleep, timespec
 
@@ -19,12 +19,13 @@ from epcy.backends.network cimport MpiNetwork
 from epcy.backends.window cimport Heap, allocate
 from epcy.layout cimport epcy_num_scales
 
-from epcy.backends import bootstrap
-from epcy.errors import ArgumentError, EpcyError, HeapError, NotSupportedError, PeerTimeoutError
+from epcy.backends import bootstrap, verdicts
+from epcy.errors import EpcyError, HeapError, PeerTimeoutError
 
 cdef int64_t SHORT_NS = 4_000, LONG_NS = 500_000        # how long a wait looks at memory alone
 cdef int TAG_DATA = 1, TAG_CONTROL = 2
 cdef int64_t USUAL_MESSAGE_BYTES = 1 << 18
+cdef int64_t EAGER_BYTES = 8192         # of messages that surely leave without their sender's help
 
 
 cdef class HostNodes(HostLowLatencyBackend):
@@ -32,15 +33,13 @@ cdef class HostNodes(HostLowLatencyBackend):
         """Collective, blocking, over the ranks of any number of nodes of one size."""
         cdef int size = comm.size
         self.topology = topology
-        if shape["num_low_latency_tokens"]:
-            raise NotSupportedError(
-                f"low_latency_mode: the host backend has no low-latency calls between nodes ({topology.num_nodes} nodes, "
-                f"rank {comm.rank}); leave it out, or make the ranks one node")
         self.groups = <int32_t *>calloc(2 * size, sizeof(int32_t))
         self.is_remote = <uint8_t *>calloc(size, 1)
         self.remote = <int *>calloc(size, sizeof(int))
         self.told = <epcy_told *>calloc(size, sizeof(epcy_told))
-        if self.groups == NULL or self.is_remote == NULL or self.remote == NULL or self.told == NULL:
+        self.heard = <epcy_heard *>calloc(size, sizeof(epcy_heard))
+        if (self.groups == NULL or self.is_remote == NULL or self.remote == NULL or self.told == NULL
+                or self.heard == NULL):
             raise MemoryError
         self.find_links(topology, options["path"])
         self.node_comm = comm.Split(topology.node, comm.rank)
@@ -71,6 +70,7 @@ cdef class HostNodes(HostLowLatencyBackend):
         free(self.is_remote)
         free(self.remote)
         free(self.told)
+        free(self.heard)
 
     def find_links(self, topology, path):
         """Whom this rank exchanges rows with, and in which order sums are made."""
@@ -102,11 +102,16 @@ cdef class HostNodes(HostLowLatencyBackend):
             options["node_chunk_tokens"] = max(1, min(USUAL_MESSAGE_BYTES // token_bytes, self.h.shape.num_max_tokens))
         self.nodes.chunk_tokens = options["node_chunk_tokens"]
         data = (epcy_nodes_message_bytes(&self.h, &self.nodes), options["num_node_buffers"], True)
-        control = (epcy_snapshot_bytes(&self.h.shape), 2, False)
+        control = (epcy_snapshot_bytes(&self.h.shape), 8, True)
+        self.large = epcy_snapshot_bytes(&self.h.shape) > EAGER_BYTES
         self.peers.extend([self.remote[i] for i in range(self.num_remote)])
         self.network = MpiNetwork(comm, [
             (peer, TAG_DATA, *data) if c < self.nodes.num_links else (peer, TAG_CONTROL, *control)
-            for c, peer in enumerate(self.peers)])
+            for c, peer in enumerate(self.peers)] + self.low_latency_channels())
+
+    def low_latency_channels(self):
+        """More channels of the network, behind the others."""
+        return []
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
@@ -138,7 +143,7 @@ cdef class HostNodes(HostLowLatencyBackend):
     cdef int give_memory_back(self) except -1:
         self.leaving = True
         self.flush(self.timeout)
-        together = self.num_left == self.num_remote
+        together = self.is_told(0)
         self.network.close(together)
         self.heap.close()
         if self.node_comm is not None:
@@ -163,14 +168,17 @@ cdef class HostNodes(HostLowLatencyBackend):
             channel = <int>self.nodes.num_links + i
             message = self.network.arrived(channel)
             while message != NULL:
-                self.num_left += epcy_snapshot_apply(&self.h, self.remote[i], message)
+                epcy_snapshot_apply(&self.h, self.remote[i], message, &self.heard[i])
                 self.network.release(channel)
                 message = self.network.arrived(channel)
         self.tell_nodes()
         return moved
 
     cdef int tell_nodes(self) except -1:
-        """Send this rank's words to everybody who does not know them; the number of ranks that could not be told."""
+        """Send this rank's words to everybody who does not know them; the number of ranks that could not be told.
+
+        Without room nothing is lost: what a rank hears is always the newest. A masked rank is not waited for.
+        """
         cdef int i, channel, untold = 0
         cdef int64_t num_bytes
         cdef char *message
@@ -178,9 +186,10 @@ cdef class HostNodes(HostLowLatencyBackend):
             channel = <int>self.nodes.num_links + i
             message = self.network.room(channel)
             if message == NULL:
-                untold += 1
+                untold += not self.h.masked[self.remote[i]]
                 continue
-            num_bytes = epcy_snapshot_take(&self.h, self.remote[i], self.leaving, &self.told[i], message)
+            num_bytes = epcy_snapshot_take(&self.h, self.remote[i], self.leaving, self.asked, &self.heard[i],
+                                           &self.told[i], message)
             if num_bytes:
                 self.network.send(channel, num_bytes)
         return untold
@@ -189,18 +198,53 @@ cdef class HostNodes(HostLowLatencyBackend):
         """Let everybody know what this rank has stored; when it leaves, wait until they leave too."""
         cdef double end = time.monotonic() + limit
         cdef timespec nap
-        cdef int i, left
         nap.tv_sec, nap.tv_nsec = 0, 20_000
         while True:
             self.pump()
-            left = self.tell_nodes()
-            for i in range(self.num_remote):
-                left += not self.network.has_sent(<int>self.nodes.num_links + i)
-            if left == 0 and not (self.leaving and self.num_left < self.num_remote):
-                return 0
-            if time.monotonic() > end:
+            if self.is_told(self.tell_nodes()) or time.monotonic() > end:
                 return 0
             PyErr_CheckSignals()
+            with nogil:
+                nanosleep(&nap, NULL)
+
+    cdef bint is_told(self, int untold) noexcept:
+        cdef int i
+        for i in range(self.num_remote):
+            if self.h.masked[self.remote[i]]:
+                continue
+            untold += (self.leaving or self.large) and not self.network.has_sent(<int>self.nodes.num_links + i)
+            untold += self.leaving and not self.heard[i].leaving
+        return untold == 0
+
+    cdef int catch_up(self) except -1:
+        """Ask everybody for an answer and wait for it: what they stored before they heard the question is known then.
+
+        Words that a rank waits for only grow, and it sees them when they come. Which reset() others are in is another
+        matter: a rank that they went on without has not listened for long.
+        """
+        cdef double since = time.monotonic(), left
+        cdef timespec nap
+        cdef int i, turn = 0
+        nap.tv_sec, nap.tv_nsec = 0, 20_000
+        self.asked += 1
+        while True:
+            self.pump()
+            missing = [self.remote[i] for i in range(self.num_remote)
+                       if self.heard[i].answered < self.asked and not self.h.masked[self.remote[i]]]
+            if not missing:
+                return 0
+            PyErr_CheckSignals()
+            turn += 1
+            left = self.timeout - (time.monotonic() - since)
+            dead = self.dead(missing) if turn % 64 == 0 or left <= 0 else []
+            if dead:
+                self.broken = True
+                self.mourn(0, EPCY_WORD_RESET, self.h.epoch, dead)
+            if left <= 0:
+                self.broken = True
+                raise verdicts.late("reset", self.h.epoch, self.rank, missing, "reset", self.num_resets | 1,
+                                    [epcy_host_word(&self.h, r, EPCY_WORD_RESET) for r in missing],
+                                    self.where(missing), [], time.monotonic() - since, self.timeout)
             with nogil:
                 nanosleep(&nap, NULL)
 
@@ -221,8 +265,13 @@ cdef class HostNodes(HostLowLatencyBackend):
             if state != EPCY_WAIT_PENDING or time.monotonic() > end:
                 return state
 
+    def reset(self):
+        if self.reset_round == 0:
+            self.catch_up()
+        HostEpoch.reset(self)
+
     def node_of(self, rank):
-        return f"node {self.topology.node_of_rank[rank]}, "
+        return f", node {self.topology.node_of_rank[rank]}"
 
     def break_off(self, uint64_t first):
         HostEpoch.break_off(self, first)

@@ -144,7 +144,7 @@ cdef class HostWaits(HostHeap):
             at = <const uint8_t *>epcy_host_status(&self.h, r)
             state = status_pages.parse((<const char *>at)[:128])
             broken = ", gave up" if epcy_host_word(&self.h, r, EPCY_WORD_BROKEN) else ""
-            lines.append(f"rank {r} ({self.node_of(r)}pid {self.identities[r].pid}) is {state}{broken}")
+            lines.append(f"rank {r} (pid {self.identities[r].pid}{self.node_of(r)}) is {state}{broken}")
         return "; ".join(lines)
 
     def give_up(self, int op, int word, uint64_t value, uint64_t first, double waited):

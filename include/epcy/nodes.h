@@ -53,8 +53,15 @@ typedef struct epcy_nodes_sum {
 typedef struct epcy_told {
   uint64_t words[EPCY_NUM_WORDS], without;
   uint64_t record; /* the newest one that was told */
-  int32_t leaving, started;
+  uint32_t leaving, asked, answered, started;
 } epcy_told;
+
+/* What a rank of another node said last, beside its words. */
+typedef struct epcy_heard {
+  uint32_t leaving;  /* it frees its Buffer, and needs nothing any more */
+  uint32_t asked;    /* how often it asked for an answer, so that it knows that it is up to date */
+  uint32_t answered; /* the last question of this rank that it had heard */
+} epcy_heard;
 
 #ifdef __cplusplus
 extern "C" {
@@ -85,12 +92,27 @@ int64_t epcy_nodes_reduce(epcy_host *h, const epcy_nodes *n, const epcy_host_com
 /* Sum tokens until a message is missing. */
 void epcy_nodes_sum_tokens(epcy_host *h, const epcy_nodes *n, epcy_nodes_sum *s, int with_weights);
 
+/* nodes_low_latency.c */
+/* Bytes that the largest message of a kind may have. */
+int64_t epcy_nodes_low_latency_bytes(const epcy_shape *shape, int kind);
+/* Make the message of a call for a rank of another node; combine: `counts` (L) are the rows of each local expert. Its
+ * bytes; -1: no memory. */
+int64_t epcy_nodes_low_latency_pack(const epcy_host *h, int kind, int slot, uint64_t epoch, int64_t rank,
+                                    const int64_t *counts, char *to, int64_t *payload_bytes);
+uint64_t epcy_nodes_low_latency_epoch(const char *message);
+/* Put a message into the copy of its sender's slot. A combine's rows stay where they are. */
+void epcy_nodes_low_latency_apply(epcy_host *h, int64_t rank, const char *message);
+/* Routes (num_tokens, K) whose rows are those of the messages that came. */
+void epcy_nodes_low_latency_routes(const epcy_host *h, uint64_t epoch, const epcy_route *routes, int64_t num_tokens,
+                                   epcy_route *out);
+
 /* snapshot.c */
 int64_t epcy_snapshot_bytes(const epcy_shape *shape);
-/* Write what changed since `told` was told to `rank`; its bytes, 0: nothing. */
-int64_t epcy_snapshot_take(const epcy_host *h, int64_t rank, int leaving, epcy_told *told, char *to);
-/* Make a snapshot the state of `rank` here; whether that rank is leaving. */
-int epcy_snapshot_apply(epcy_host *h, int64_t rank, const char *snapshot);
+/* Write what changed since `told` was told to `rank`; its bytes, 0: nothing. `leaving` and `asked` are this rank's. */
+int64_t epcy_snapshot_take(const epcy_host *h, int64_t rank, uint32_t leaving, uint32_t asked, const epcy_heard *heard,
+                           epcy_told *told, char *to);
+/* Make a snapshot the state of `rank` here. */
+void epcy_snapshot_apply(epcy_host *h, int64_t rank, const char *snapshot, epcy_heard *heard);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

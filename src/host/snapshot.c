@@ -12,16 +12,18 @@ typedef struct snapshot {
   uint64_t words[EPCY_NUM_WORDS];
   uint64_t without; /* whether, and until which call, the sender goes on without the receiver */
   epcy_status status;
-  int32_t num_records, leaving;
+  epcy_heard said;
+  int32_t num_records;
 } snapshot;
 
 static int64_t header_bytes(void) { return epcy_round_up((int64_t)sizeof(snapshot), EPCY_LINE_BYTES); }
 
 int64_t epcy_snapshot_bytes(const epcy_shape *shape) { return header_bytes() + 2 * epcy_record_bytes(shape); }
 
-int64_t epcy_snapshot_take(const epcy_host *h, int64_t rank, int leaving, epcy_told *told, char *to) {
+int64_t epcy_snapshot_take(const epcy_host *h, int64_t rank, uint32_t leaving, uint32_t asked, const epcy_heard *heard,
+                           epcy_told *told, char *to) {
   snapshot *s = (snapshot *)to;
-  epcy_told now = {.leaving = leaving, .started = 1, .record = told->record};
+  epcy_told now = {.leaving = leaving, .asked = asked, .answered = heard->asked, .started = 1, .record = told->record};
   for (int w = 0; w < EPCY_NUM_WORDS; w++) now.words[w] = epcy_host_word(h, h->rank, w);
   now.without = epcy_host_without(h, h->rank)[rank];
   if (!memcmp(&now, told, sizeof now)) return 0;
@@ -30,7 +32,7 @@ int64_t epcy_snapshot_take(const epcy_host *h, int64_t rank, int leaving, epcy_t
   s->without = now.without;
   s->status = *epcy_host_status(h, h->rank);
   if (now.words[EPCY_WORD_DONE] >= s->status.epoch) s->status.phase = EPCY_PHASE_IDLE; /* it only waits for others */
-  s->leaving = leaving;
+  s->said = (epcy_heard){leaving, asked, heard->asked};
   char *at = to + header_bytes();
   for (int i = 1; i >= 0; i--) { /* the older one first */
     const uint64_t arrived = now.words[EPCY_WORD_ARRIVED], epoch = arrived - (uint64_t)i;
@@ -45,7 +47,7 @@ int64_t epcy_snapshot_take(const epcy_host *h, int64_t rank, int leaving, epcy_t
   return at - to;
 }
 
-int epcy_snapshot_apply(epcy_host *h, int64_t rank, const char *from) {
+void epcy_snapshot_apply(epcy_host *h, int64_t rank, const char *from, epcy_heard *heard) {
   const snapshot *s = (const snapshot *)from;
   const char *at = from + header_bytes();
   for (int i = 0; i < s->num_records; i++, at += epcy_record_bytes(&h->shape))
@@ -53,5 +55,5 @@ int epcy_snapshot_apply(epcy_host *h, int64_t rank, const char *from) {
   *epcy_host_status(h, rank) = s->status;
   __atomic_store_n(epcy_host_without(h, rank) + h->rank, s->without, __ATOMIC_RELEASE);
   for (int w = 0; w < EPCY_NUM_WORDS; w++) epcy_host_copy_word(h, rank, w, s->words[w]);
-  return s->leaving;
+  *heard = s->said;
 }
