@@ -177,13 +177,17 @@ cdef class HostNodes(HostLowLatencyBackend):
     cdef int tell_nodes(self) except -1:
         """Send this rank's words to everybody who does not know them; the number of ranks that could not be told.
 
-        Without room nothing is lost: what a rank hears is always the newest. A masked rank is not waited for.
+        Without room nothing is lost: what a rank hears is always the newest. A masked rank is not waited for, and but
+        one message is under way to it, so that there is room for the news that it is masked no more.
         """
         cdef int i, channel, untold = 0
         cdef int64_t num_bytes
         cdef char *message
         for i in range(self.num_remote):
             channel = <int>self.nodes.num_links + i
+            if (self.h.masked[self.remote[i]] and not self.network.has_sent(channel)
+                    and self.told[i].without == epcy_host_without(&self.h, self.h.rank)[self.remote[i]]):
+                continue
             message = self.network.room(channel)
             if message == NULL:
                 untold += not self.h.masked[self.remote[i]]
@@ -251,6 +255,10 @@ cdef class HostNodes(HostLowLatencyBackend):
     cdef int leave(self) except -1:
         HostEpoch.leave(self)
         return self.flush(min(self.timeout, 1.0) if self.broken else self.timeout)
+
+    cpdef set_mask(self, int rank, bint masked):
+        HostLowLatencyBackend.set_mask(self, rank, masked)
+        self.pump()
 
     # ---- waits ----------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ cdef extern from "epcy/nodes.h" nogil:
         char *scratch
 
     ctypedef struct epcy_told:
-        uint64_t record
+        uint64_t without, record
 
     ctypedef struct epcy_heard:
         uint32_t leaving, asked, answered

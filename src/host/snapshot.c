@@ -54,6 +54,12 @@ void epcy_snapshot_apply(epcy_host *h, int64_t rank, const char *from, epcy_hear
     memcpy(epcy_host_record(h, rank, ((const epcy_record *)at)->epoch), at, (size_t)epcy_record_bytes(&h->shape));
   *epcy_host_status(h, rank) = s->status;
   __atomic_store_n(epcy_host_without(h, rank) + h->rank, s->without, __ATOMIC_RELEASE);
-  for (int w = 0; w < EPCY_NUM_WORDS; w++) epcy_host_copy_word(h, rank, w, s->words[w]);
+  for (int w = 0; w < EPCY_NUM_WORDS; w++) {
+    /* Who goes on without this rank does not wait for it to listen, so it may be anywhere by now: it is in the way of
+     * nothing, and what is missing of it is missing for that reason. */
+    const int runs_ahead =
+        w == EPCY_WORD_ARRIVED || w == EPCY_WORD_RECEIVED_DISPATCH || w == EPCY_WORD_RECEIVED_COMBINE;
+    epcy_host_copy_word(h, rank, w, s->without == UINT64_MAX && runs_ahead ? UINT64_MAX / 2 : s->words[w]);
+  }
   *heard = s->said;
 }
