@@ -22,6 +22,7 @@ cdef class HostLowLatencyStep(HostBackend):
     cdef const epcy_route *reachable(self, const epcy_route *routes, int64_t num_tokens, uint64_t epoch) except NULL
     cdef void receiving(self, int op, uint64_t epoch) noexcept
     cdef int finish_receiving(self, int kind) except -1
+    cdef uint64_t received_up_to(self, int kind) noexcept
     cdef void acknowledge(self, int kind) noexcept
     cdef object disagreement_of(self, int kind, uint64_t epoch, uint8_t *takes_part)
     cdef bint is_masked_by(self, int64_t rank, uint64_t epoch) noexcept

@@ -85,13 +85,15 @@ cdef class HostLowLatencyStep(HostBackend):
             self.inspect(OPERATIONS[OPS[kind]])
         return 0
 
-    cdef void acknowledge(self, int kind) noexcept:
-        """Say up to which call this rank needs nothing of this kind any more."""
+    cdef uint64_t received_up_to(self, int kind) noexcept:
+        """Up to which call this rank needs nothing of this kind any more."""
         cdef uint64_t number = self.low_latency.num_received[kind]
         if number == self.low_latency.num_sent[kind]:
-            epcy_host_store(&self.h, RECEIVED[kind], self.h.epoch)
-        else:
-            epcy_host_store(&self.h, RECEIVED[kind], self.epochs[kind][number + 1 & 1] - 1)
+            return self.h.epoch
+        return self.epochs[kind][number + 1 & 1] - 1
+
+    cdef void acknowledge(self, int kind) noexcept:
+        epcy_host_store(&self.h, RECEIVED[kind], self.received_up_to(kind))
 
     def refuse(self, int op, str text):
         cdef int kind = op - EPCY_OP_LOW_LATENCY_DISPATCH

@@ -15,6 +15,7 @@ from libc.stdlib cimport calloc, free, malloc
 from posix.time cimport nanosleep, timespec
 
 from epcy.backends.host_epoch cimport HostEpoch
+from epcy.backends.host_waits cimport HostWaits
 from epcy.backends.network cimport MpiNetwork
 from epcy.backends.window cimport Heap, allocate
 from epcy.layout cimport epcy_num_scales
@@ -23,6 +24,7 @@ from epcy.backends import bootstrap, verdicts
 from epcy.errors import EpcyError, HeapError, PeerTimeoutError
 
 cdef int64_t SHORT_NS = 4_000, LONG_NS = 500_000        # how long a wait looks at memory alone
+cdef int MOST_AT_ONCE = 256             # messages that a turn takes
 cdef int TAG_DATA = 1, TAG_CONTROL = 2
 cdef int64_t USUAL_MESSAGE_BYTES = 1 << 18
 cdef int64_t EAGER_BYTES = 8192         # of messages that surely leave without their sender's help
@@ -162,15 +164,18 @@ cdef class HostNodes(HostLowLatencyBackend):
 
     cdef int pump(self) except -1:
         """Let messages come and go, apply what came, tell what changed; how many came or went."""
-        cdef int i, channel, moved = self.network.progress()
+        cdef int i, channel, moved = 0, now = 1
         cdef char *message
-        for i in range(self.num_remote):
-            channel = <int>self.nodes.num_links + i
-            message = self.network.arrived(channel)
-            while message != NULL:
-                epcy_snapshot_apply(&self.h, self.remote[i], message, &self.heard[i])
-                self.network.release(channel)
+        while now and moved < MOST_AT_ONCE:     # all that has come: the last word of a rank may be that it has left
+            now = self.network.progress()
+            moved += now
+            for i in range(self.num_remote):
+                channel = <int>self.nodes.num_links + i
                 message = self.network.arrived(channel)
+                while message != NULL:
+                    epcy_snapshot_apply(&self.h, self.remote[i], message, &self.heard[i])
+                    self.network.release(channel)
+                    message = self.network.arrived(channel)
         self.tell_nodes()
         return moved
 
@@ -277,6 +282,11 @@ cdef class HostNodes(HostLowLatencyBackend):
         if self.reset_round == 0:
             self.catch_up()
         HostEpoch.reset(self)
+
+    def waits_there(self, HostWaits first, int rank):
+        if self.network is not None and not self.broken:
+            self.pump()
+        return HostEpoch.waits_there(self, first, rank)
 
     def node_of(self, rank):
         return f", node {self.topology.node_of_rank[rank]}"

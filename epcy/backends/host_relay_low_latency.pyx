@@ -58,8 +58,7 @@ cdef class HostRelayLowLatency(HostRelay):
             channel = self.first_channel + i
             message = self.network.arrived(channel)
             while message != NULL:
-                if i % 2 and (epcy_nodes_low_latency_epoch(message)
-                              > epcy_host_word(&self.h, self.h.rank, EPCY_WORD_RECEIVED_COMBINE)):
+                if i % 2 and epcy_nodes_low_latency_epoch(message) > self.received_up_to(EPCY_LOW_LATENCY_COMBINE):
                     epcy_nodes_low_latency_apply(&self.h, self.remote[i // 2], message)
                     break
                 if i % 2 == 0:
