@@ -5,6 +5,7 @@ import pytest
 
 import epcy
 from epcy import reference
+from mpi import low_latency_cases as low_latency
 from mpi.cases import check_combine, check_dispatch, counted_rows, draw, raised, works
 
 pytestmark = pytest.mark.host_only("the nvshmem backend has no path between nodes")
@@ -161,3 +162,48 @@ def test_many_calls(comm, nodes_of):
         if turn % 10 == 0:
             check_combine(buf, r.handle, routing, turn)
     works(buf)
+
+
+# ---- low latency
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("reduction", ["rank", "source"])
+def test_low_latency(comm, nodes_of, reduction, hook):
+    buf = nodes_of(low_latency_mode=True, num_topk=3, dtype="float32")
+    assert "MPI" in buf.low_latency_transport
+    for seed, (dtype, cast) in enumerate(
+        (("bfloat16", {}), ("float16", {"use_fp8": False}), ("bfloat16", {"round_scale": True, "use_ue8m0": True}),
+         ("float32", {"use_fp8": False}))
+    ):  # fmt: skip
+        tokens = [[0, 16, 5, 1][(rank + seed) % 4] for rank in range(comm.size)]
+        sent = draw(seed, comm.size, tokens, num_experts=4 * comm.size, num_topk=3, dtype=dtype, special=True)
+        handle, routing = low_latency.check_dispatch(buf, sent, hook=hook, **cast)
+        low_latency.check_combine(
+            buf, handle, routing, seed, dtype=dtype, dispatched=sent.weights, hook=hook, reduction=reduction
+        )
+    assert buf.stats().bytes_between_nodes > 0
+
+
+def test_low_latency_rows_cross_once_a_rank(comm, peers, nodes_of):
+    buf = nodes_of(low_latency_mode=True, num_topk=4)
+    sent = draw(3, comm.size, 16, num_experts=4 * comm.size, num_topk=4)
+    handle, routing = low_latency.check_dispatch(buf, sent, use_fp8=False)
+    ranks = [{e // 4 for e in row if e >= 0} for row in sent.idxs[comm.rank].tolist()]
+    crossing = sum(rank // peers != comm.rank // peers for row in ranks for rank in row)
+    assert buf.stats(reset=True).bytes_between_nodes == crossing * 1024
+    low_latency.check_combine(buf, handle, routing, 3, dispatched=sent.weights)
+    back = sum(  # a row a lane: the source does the whole sum
+        len({e for e in row if e >= 0 and e // 4 == comm.rank})
+        for source, idx in enumerate(sent.idxs) if source // peers != comm.rank // peers for row in idx.tolist()
+    )  # fmt: skip
+    assert buf.stats().bytes_between_nodes == back * 1024
+
+
+def test_both_modes_in_turn(comm, nodes_of):
+    buf = nodes_of(low_latency_mode=True, path="hierarchical", **SMALLEST)
+    for seed in range(12):
+        sent = draw(seed, comm.size, 9, num_experts=4 * comm.size)
+        first, routing = low_latency.check_dispatch(buf, sent, hook=seed % 2 == 1)
+        works(buf, seed)
+        low_latency.check_combine(buf, first, routing, seed, dispatched=sent.weights, hook=seed % 3 == 1)
