@@ -303,9 +303,9 @@ cdef class HostRelay(HostNodes):
         cdef int64_t r, link
         cdef uint64_t epoch = self.h.epoch
         cdef double waited = time.monotonic() - s.since
-        absent = [r for r in range(self.num_ranks) if epcy_host_word(&self.h, r, EPCY_WORD_DONE) < epoch]
-        gone = [r for r in absent if r != self.rank and self.has_left(r)]
-        dead = self.dead([r for r in absent if r != self.rank])
+        others = [r for r in range(self.num_ranks) if r != self.rank]
+        gone = [r for r in others if self.has_left(r)]
+        dead = self.dead([r for r in others if epcy_host_word(&self.h, r, EPCY_WORD_DONE) < epoch])
         if not dead and not gone and waited < self.timeout:
             return 0
         late = [link for link in range(s.num_links)

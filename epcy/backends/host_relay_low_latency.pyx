@@ -58,11 +58,10 @@ cdef class HostRelayLowLatency(HostRelay):
             channel = self.first_channel + i
             message = self.network.arrived(channel)
             while message != NULL:
+                # Of a call that this rank is not in, the header tells which it was.
+                epcy_nodes_low_latency_apply(&self.h, self.remote[i // 2], message)
                 if i % 2 and epcy_nodes_low_latency_epoch(message) > self.received_up_to(EPCY_LOW_LATENCY_COMBINE):
-                    epcy_nodes_low_latency_apply(&self.h, self.remote[i // 2], message)
                     break
-                if i % 2 == 0:
-                    epcy_nodes_low_latency_apply(&self.h, self.remote[i // 2], message)
                 self.network.release(channel)
                 message = self.network.arrived(channel)
         return 0
