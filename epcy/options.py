@@ -75,8 +75,8 @@ OPTIONS: tuple[Option, ...] = (
            "NVSHMEM's put, and dispatch is refused.",
            env="EPCY_NUM_MAX_NVL_PEERS", minimum=1, maximum=2**20),
     Option("path", "choice", "How rows go to ranks of other nodes. hierarchical (the default): a token once to each "
-           "node, to the rank of the same place in it, which passes it on; a node's sum goes back. direct: to each rank, "
-           "and from each. They round differently (docs/numerics.md). On one node there is no difference.",
+           "node, to the rank of the same place in it, which passes it on; a node's sum goes back. direct: to each "
+           "rank, and from each. They round differently (docs/numerics.md). On one node there is no difference.",
            env="EPCY_PATH", choices=("direct", "hierarchical")),
     Option("node_chunk_tokens", "int", "Tokens of a message between nodes (host). By default as many as 256 KiB hold.",
            env="EPCY_NODE_CHUNK_TOKENS", minimum=1, maximum=2**24),

@@ -10,7 +10,7 @@ those of one node. What remains is to send this rank's words when they change, a
 import time
 
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from posix.time cimport nanosleep, timespec
 

@@ -9,7 +9,7 @@ Why that ends is in docs/nodes.md: what a message needs to be worked on never de
 import time
 
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 from posix.time cimport nanosleep, timespec

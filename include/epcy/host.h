@@ -73,9 +73,9 @@ typedef struct epcy_host {
   epcy_area area;
   epcy_heap heap;
   int64_t rank;
-  char **base;    /* base[r]: rank r's allocation as mapped here; of a rank of another node a copy of its control block */
+  char **base; /* base[r]: rank r's allocation as mapped here; of a rank of another node a copy of its control block */
   const uint8_t *is_remote; /* [R]: ranks of other nodes; NULL: there are none */
-  uint64_t epoch; /* of the last call this rank entered */
+  uint64_t epoch;           /* of the last call this rank entered */
   double spin_us;
   epcy_status *page; /* the status file, or NULL */
   int64_t *scratch;  /* R + E numbers for the call in progress */

@@ -30,7 +30,8 @@ static sections sections_of(int64_t num_tokens, int64_t num_topk, int with_route
 }
 
 int64_t epcy_nodes_message_bytes(const epcy_host *h, const epcy_nodes *n) {
-  return sections_of(n->chunk_tokens, h->shape.num_topk, 1, 1, epcy_num_scales(h->shape.hidden), h->shape.row_bytes).end;
+  return sections_of(n->chunk_tokens, h->shape.num_topk, 1, 1, epcy_num_scales(h->shape.hidden), h->shape.row_bytes)
+      .end;
 }
 
 static int has_row_beyond(const epcy_nodes *n, const epcy_route *routes, int64_t num_topk, int32_t link) {
@@ -71,8 +72,8 @@ static int64_t tokens_left(const epcy_stream *stream, int64_t most) {
 int64_t epcy_nodes_pack(const epcy_host *h, const epcy_nodes *n, const epcy_host_dispatch *call, int32_t link,
                         int with_routes, epcy_stream *stream, char *to) {
   const int64_t num_topk = h->shape.num_topk, count = tokens_left(stream, n->chunk_tokens);
-  const sections s = sections_of(count, num_topk, with_routes, call->topk_weights != NULL, call->num_scales,
-                                 call->row_bytes);
+  const sections s =
+      sections_of(count, num_topk, with_routes, call->topk_weights != NULL, call->num_scales, call->row_bytes);
   begin_message(to, h->epoch, EPCY_MESSAGE_ROWS, stream, count, s.end);
   for (int64_t i = 0; i < count; stream->token++) {
     const int64_t t = stream->token;
@@ -103,12 +104,11 @@ void epcy_nodes_forward(epcy_host *h, const epcy_host_dispatch *like, int with_r
                         const char *message) {
   const epcy_message *m = (const epcy_message *)message;
   const int64_t num_topk = h->shape.num_topk;
-  const sections s = sections_of(m->num_tokens, num_topk, with_routes, like->topk_weights != NULL, like->num_scales,
-                                 like->row_bytes);
+  const sections s =
+      sections_of(m->num_tokens, num_topk, with_routes, like->topk_weights != NULL, like->num_scales, like->row_bytes);
   epcy_host_dispatch part = *like;
   part.routes = routes + m->first * num_topk;
-  if (with_routes)
-    memcpy(part.routes, message + s.routes, (size_t)(m->num_tokens * num_topk) * sizeof(epcy_route));
+  if (with_routes) memcpy(part.routes, message + s.routes, (size_t)(m->num_tokens * num_topk) * sizeof(epcy_route));
   part.x = message + s.rows, part.x_stride_bytes = like->row_bytes, part.num_tokens = m->num_tokens;
   part.topk_weights = like->topk_weights ? (const float *)(message + s.weights) : NULL;
   part.scales = like->num_scales ? message + s.scales : NULL;
@@ -275,8 +275,10 @@ void epcy_nodes_sum_tokens(epcy_host *h, const epcy_nodes *n, epcy_nodes_sum *s,
   epcy_route picked[num_topk];
   epcy_host_combine one = {.routes = picked, .num_tokens = 1, .dtype = s->call->dtype};
   const combine_context c = context_of(h, &one, rows);
-  const summing u = {&c,      n,    s,         &one,   picked, plain, lanes, inner, weights, group_end,
-                     groups, h->shape.hidden * (s->call->dtype == EPCY_FP32 ? 4 : 2), with_weights};
+  const summing u = {&c,          n,         s,      &one,
+                     picked,      plain,     lanes,  inner,
+                     weights,     group_end, groups, h->shape.hidden * (s->call->dtype == EPCY_FP32 ? 4 : 2),
+                     with_weights};
   const unsigned saved = epcy_float_begin();
   s->wanted = -1;
   for (; s->token < s->call->num_tokens; s->token++) {

@@ -31,8 +31,8 @@ static sections sections_of(const epcy_shape *s, const low_latency_message *m) {
   sections at;
   at.header = epcy_round_up((int64_t)sizeof(low_latency_message), SECTION_BYTES);
   at.firsts = at.header + epcy_low_latency_header_bytes(s);
-  at.tokens = epcy_round_up(
-      at.firsts + ((dispatch ? s->num_experts : epcy_num_local_experts(s)) + 1) * 4, SECTION_BYTES);
+  at.tokens =
+      epcy_round_up(at.firsts + ((dispatch ? s->num_experts : epcy_num_local_experts(s)) + 1) * 4, SECTION_BYTES);
   at.senders = epcy_round_up(at.tokens + m->num_tokens * 4, SECTION_BYTES);
   at.scales = epcy_round_up(at.senders + (dispatch ? m->num_rows * 4 : 0), SECTION_BYTES);
   at.rows = epcy_round_up(at.scales + m->num_rows * m->scale_bytes, SECTION_BYTES);
@@ -60,7 +60,8 @@ static void begin_message(const epcy_host *h, low_latency_message *m, const epcy
   m->row_bytes = h->shape.hidden * item_bytes(header);
 }
 
-static int64_t end_message(const epcy_host *h, low_latency_message *m, const epcy_low_latency_header *header, char *to) {
+static int64_t end_message(const epcy_host *h, low_latency_message *m, const epcy_low_latency_header *header,
+                           char *to) {
   const sections at = sections_of(&h->shape, m);
   memcpy(to + at.header, header, (size_t)epcy_low_latency_header_bytes(&h->shape));
   m->bytes = at.end;
@@ -182,8 +183,7 @@ void epcy_nodes_low_latency_routes(const epcy_host *h, uint64_t epoch, const epc
     if (!header) continue;
     bases[r] = (const int32_t *)(header + 1) + h->rank * local;
     /* The starts lie before the rows, at the end of their section: see sections_of. */
-    starts[r] = (const int32_t *)(h->base[r] + header->y_offset -
-                                  epcy_round_up((local + 1) * 4, SECTION_BYTES));
+    starts[r] = (const int32_t *)(h->base[r] + header->y_offset - epcy_round_up((local + 1) * 4, SECTION_BYTES));
   }
   memcpy(out, routes, (size_t)(num_tokens * s->num_topk) * sizeof *out);
   for (int64_t i = 0; i < num_tokens * s->num_topk; i++) {

@@ -43,8 +43,8 @@ def lost(operation, path):
             start = time.monotonic()
             check_combine(buf, r.handle, routing, 3)
         except epcy.PeerTimeoutError as error:
-            took = time.monotonic() - start
-            say(f"rank {COMM.rank}: {type(error).__name__} ranks={error.ranks} phase={error.phase} {took:.2f} s: {error}")
+            took, kind = time.monotonic() - start, type(error).__name__
+            say(f"rank {COMM.rank}: {kind} ranks={error.ranks} phase={error.phase} {took:.2f} s: {error}")
     buf.free()
     say(f"rank {COMM.rank} left")
 

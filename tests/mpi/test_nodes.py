@@ -75,9 +75,7 @@ def test_exact(comm, nodes_of, layout, alignment, path, smallest):
 @pytest.mark.parametrize("path", PATHS)
 def test_handles_are_kept(comm, nodes_of, path):
     buf = nodes_of(path=path)
-    layers = [
-        check_dispatch(buf, draw(seed, comm.size, 7, num_experts=4 * comm.size)) for seed in range(4)
-    ]
+    layers = [check_dispatch(buf, draw(seed, comm.size, 7, num_experts=4 * comm.size)) for seed in range(4)]
     for seed, (r, routing) in reversed(list(enumerate(layers))):
         check_combine(buf, r.handle, routing, seed, num_biases=1)
 
@@ -102,7 +100,9 @@ def test_all_tokens_to_one_expert(comm, nodes_of, num_tokens, path):
     x, idx = counted_rows(comm, num_tokens, 64), np.zeros((num_tokens, 2), np.int64)
     r = buf.dispatch(x, idx)
     if comm.rank == 0:
-        want = np.concatenate([1 + 16 * (source % 8) + np.arange(num_tokens) % 16 for source in range(comm.size)])
+        want = np.concatenate(
+            [1 + 16 * (source % 8) + np.arange(num_tokens) % 16 for source in range(comm.size)]
+        )
         assert np.array_equal(r.recv_x.astype(np.int64), np.broadcast_to(want[:, None], r.recv_x.shape))
     else:
         assert r.recv_x.shape == (0, 64)

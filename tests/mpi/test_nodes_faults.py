@@ -92,7 +92,9 @@ def test_ranks_in_different_calls(comm, nodes_of):
 @pytest.mark.parametrize("phase", ["arrival", "data", "completion"])
 def test_a_late_rank(comm, nodes_of, operation, phase):
     last, call = comm.size - 1, 2 if operation == "dispatch" else 1
-    buf = nodes_of(timeout=20, faults=f"late:rank={last},operation={operation},phase={phase},call={call},ms=900")
+    buf = nodes_of(
+        timeout=20, faults=f"late:rank={last},operation={operation},phase={phase},call={call},ms=900"
+    )
     sent = draw(2, comm.size, 9, num_experts=4 * comm.size, unused=0)
     r, _ = check_dispatch(buf, sent)
     comm.Barrier()
@@ -107,7 +109,9 @@ def test_a_late_rank(comm, nodes_of, operation, phase):
         assert not buf
     if comm.rank != last:
         assert re.search(rf"\(pid \d+, node {nodes[error.ranks[0]]}\)", str(error)), error
-        assert error.phase in {"arrival": ["arrival"], "data": ["forward", "completion"]}.get(phase, ["completion"])
+        assert error.phase in {"arrival": ["arrival"], "data": ["forward", "completion"]}.get(
+            phase, ["completion"]
+        )
         if phase != "data":  # there they may wait for one that waits for the last one
             assert error.ranks == (last,) or "gave up" in str(error), error
     comm.Barrier()
@@ -168,7 +172,9 @@ def test_a_rank_lost_in_mid_call(one_rank, operation, path):
     for rank in range(3):
         line = next((one for one in done.stdout.splitlines() if one.startswith(f"rank {rank}: ")), told)
         assert re.search(r"PeerTimeoutError ranks=\(3,\) phase=(forward|completion) ", line), told
-        assert re.search(r"rank 3 \(pid \d+, node 1\)", line) and float(re.search(r" ([\d.]+) s: ", line)[1]) < 3, line
+        assert (
+            re.search(r"rank 3 \(pid \d+, node 1\)", line) and float(re.search(r" ([\d.]+) s: ", line)[1]) < 3
+        ), line
         assert f"rank {rank} left" in told
     assert "phase=forward" in told, told
 

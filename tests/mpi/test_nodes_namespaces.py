@@ -1,4 +1,4 @@
-"""Two network namespaces, with host names of their own, as two machines: the tests of several nodes over TCP between them.
+"""Two network namespaces, with host names of their own, as two machines: the tests of several nodes, TCP between them.
 
 Needs root and `ip`, and MPICH's launcher, which is told to start the ranks of each "machine" in its namespace.
 """
@@ -63,7 +63,9 @@ def bytes_sent(name):
     done = ip("netns", "exec", name + "A", "cat", "/sys/class/net/epcyA/statistics/tx_bytes", check=False)
     with contextlib.suppress(ValueError):
         return int(done.stdout)
-    return int(ip("-n", name + "A", "-s", "link", "show", "epcyA").stdout.split("TX:")[1].splitlines()[1].split()[0])
+    return int(
+        ip("-n", name + "A", "-s", "link", "show", "epcyA").stdout.split("TX:")[1].splitlines()[1].split()[0]
+    )
 
 
 @pytest.mark.timeout(400)
@@ -76,8 +78,10 @@ def test_two_machines(namespaces):
     command = ["ip", "netns", "exec", name + "A", mpiexec() or pytest.skip("no mpiexec"), "-launcher", "ssh",
                "-launcher-exec", launcher, "-iface", "epcyA", "-hosts", "10.213.77.1:2,10.213.77.2:2", "-n", "4",
                sys.executable]  # fmt: skip
-    show = "from epcy.topology import discover; from mpi4py import MPI; t = discover(MPI.COMM_WORLD); t.rank or print(t)"
-    done = subprocess.run([*command, "-c", show], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    show = "import epcy.topology as t; from mpi4py import MPI; f = t.discover(MPI.COMM_WORLD); f.rank or print(f)"
+    done = subprocess.run(
+        [*command, "-c", show], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     if "2 nodes" not in done.stdout:
         pytest.skip(f"this launcher makes no two machines of them: {done.stdout}{done.stderr}")
     before = bytes_sent(name)
