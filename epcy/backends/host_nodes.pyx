@@ -51,8 +51,9 @@ cdef class HostNodes(HostLowLatencyBackend):
         try:
             self.open_network(own, options)
         except MemoryError:
-            error = HeapError("num_node_buffers: no memory for the messages between nodes; give fewer, or fewer "
-                              f"node_chunk_tokens (rank {self.rank})")
+            error = HeapError(f"num_node_buffers: no memory for {options['num_node_buffers']} messages of "
+                              f"{options['node_chunk_tokens']} tokens to and from each of {self.num_remote} ranks of "
+                              f"other nodes (rank {self.rank}); give fewer, or fewer node_chunk_tokens")
         try:
             bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")
         except EpcyError as refused:
