@@ -122,7 +122,7 @@ cdef class Buffer(HighThroughputCalls):
         startup.settle(found[0], values)
         self.backend, backend_class, self.xp = found
         if self.topology.num_nodes > 1:
-            backend_class = backends.between_nodes(self.backend, self.topology, values)
+            backend_class = backends.between_nodes(self.backend, backend_class, self.topology, values)
         values["path"] = values["path"] or "direct"
         values["num_max_recv_tokens"] = shape["num_rows"]
         values["num_max_low_latency_tokens_per_rank"] = shape["num_low_latency_tokens"] or None

@@ -71,8 +71,8 @@ OPTIONS: tuple[Option, ...] = (
            default=True, env="EPCY_ALLOW_NVLINK_FOR_LOW_LATENCY_MODE"),
     Option("num_max_nvl_peers", "int", "The most ranks of one node, which is what NVLink joins. By default all of a "
            "machine; with fewer it holds several virtual nodes, as `Buffer.topology` tells. The host backend then "
-           "shares memory inside each and sends messages between them; on nvshmem low-latency rows go to other nodes by "
-           "NVSHMEM's put, and dispatch is refused.",
+           "shares memory inside each and sends messages between them; on nvshmem low-latency rows go to other nodes "
+           "by NVSHMEM's put, and dispatch is refused.",
            env="EPCY_NUM_MAX_NVL_PEERS", minimum=1, maximum=2**20),
     Option("path", "choice", "How rows go to ranks of other nodes. hierarchical (the default): a token once to each "
            "node, to the rank of the same place in it, which passes it on; a node's sum goes back. direct: to each "

@@ -73,7 +73,7 @@ def find(name: str | None) -> tuple[str, Any, Any]:
     return "host", HostLowLatencyBackend, numpy
 
 
-def between_nodes(name: str, topology: Topology, options: dict[str, Any]) -> Any:
+def between_nodes(name: str, backend_class: Any, topology: Topology, options: dict[str, Any]) -> Any:
     """Return what makes a backend whose ranks lie on several nodes; settle the option `path`.
 
     Local, blocking; the same on every rank.
@@ -83,15 +83,22 @@ def between_nodes(name: str, topology: Topology, options: dict[str, Any]) -> Any
     ArgumentError
         Nodes of different sizes, and not the direct path.
     NotSupportedError
-        A backend without a path between nodes.
+        A backend without a path between these nodes.
     """
-    if name != "host":
+    if name != "host" and topology.num_machines > 1:
         raise NotSupportedError(
-            f"num_max_nvl_peers: the {topology.num_ranks} ranks lie on {topology.num_nodes} nodes "
-            f"({', '.join(dict.fromkeys(topology.hostnames))}; num_max_nvl_peers={options['num_max_nvl_peers']}), and "
-            f"backend {name!r} has no path between nodes in this build (rank {topology.rank}); use backend='host', or "
-            "a sub-communicator of Split_type(COMM_TYPE_SHARED)"
+            f"comm: backend {name!r} works inside one machine, the ranks lie on {topology.num_machines} "
+            f"({', '.join(dict.fromkeys(topology.hostnames))}; rank {topology.rank}); use backend='host', or a "
+            "sub-communicator of Split_type(COMM_TYPE_SHARED)"
         )
+    if name != "host" and not options["low_latency_mode"]:
+        raise NotSupportedError(
+            f"num_max_nvl_peers: {options['num_max_nvl_peers']} makes {topology.num_nodes} nodes of the "
+            f"{topology.num_ranks} ranks, and on GPUs this build has a path between nodes for low-latency calls alone "
+            f"(rank {topology.rank}); leave it out, give low_latency_mode=True, or use backend='host'"
+        )
+    if name != "host":
+        return backend_class
     options["path"] = options["path"] or "hierarchical"
     if options["path"] == "hierarchical" and not topology.is_uniform:
         raise ArgumentError(
