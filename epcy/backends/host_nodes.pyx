@@ -251,7 +251,8 @@ cdef class HostNodes(HostLowLatencyBackend):
                 self.broken = True
                 self.mourn(0, EPCY_WORD_RESET, self.h.epoch, dead)
             if left <= 0:
-                self.broken = True
+                self.broken = True      # who has answered may not have come either
+                missing = [r for r in self.missing(EPCY_WORD_RESET, self.num_resets | 1) if r != self.rank] or missing
                 raise verdicts.late("reset", self.h.epoch, self.rank, missing, "reset", self.num_resets | 1,
                                     [epcy_host_word(&self.h, r, EPCY_WORD_RESET) for r in missing],
                                     self.where(missing), [], time.monotonic() - since, self.timeout)
