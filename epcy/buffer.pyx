@@ -119,18 +119,11 @@ cdef class Buffer(HighThroughputCalls):
         if found[0] == "nvshmem":       # after the comparison: ranks that differ hear of that
             startup.agree(self.comm, values, timeout)
         self.topology = topology.discover(self.comm, values["num_max_nvl_peers"])
-        if self.topology.num_machines > 1:
-            raise NotSupportedError(
-                f"comm: backend {found[0]!r} works inside one machine, the ranks lie on {self.topology.num_machines} "
-                f"({', '.join(dict.fromkeys(self.topology.hostnames))}); use a sub-communicator of "
-                "Split_type(COMM_TYPE_SHARED)")
-        if self.topology.num_nodes > 1 and found[0] == "nvshmem" and not values["low_latency_mode"]:
-            raise NotSupportedError(
-                f"num_max_nvl_peers: {values['num_max_nvl_peers']} makes {self.topology.num_nodes} nodes of the "
-                f"{self.size} ranks, and on GPUs this build has a path between nodes for low-latency calls alone; "
-                "leave it out, give low_latency_mode=True, or use backend='host'")
         startup.settle(found[0], values)
         self.backend, backend_class, self.xp = found
+        if self.topology.num_nodes > 1:
+            backend_class = backends.between_nodes(self.backend, backend_class, self.topology, values)
+        values["path"] = values["path"] or "direct"
         values["num_max_recv_tokens"] = shape["num_rows"]
         values["num_max_low_latency_tokens_per_rank"] = shape["num_low_latency_tokens"] or None
         if values["spin_us"] is None:

@@ -39,6 +39,7 @@ from epcy.formats import (
     round_to,
 )
 from epcy.logfmt import cast_from_logfmt, cast_to_logfmt
+from epcy.reference_nodes import PATHS, crossings, partner, ranks_by_node
 from epcy.routing import (
     Routing,
     counted,
@@ -48,12 +49,15 @@ from epcy.routing import (
     tokens_in_group,
 )
 
-# Formats and routing belong to the specification: they are had from here too.
+# Formats, routing and nodes belong to the specification: they are had from here too.
 __all__ = [
     "dispatch",
     "combine",
     "get_dispatch_layout",
     "Routing",
+    "crossings",
+    "partner",
+    "ranks_by_node",
     "Received",
     "low_latency_dispatch",
     "low_latency_combine",
@@ -197,6 +201,7 @@ def combine(
     *,
     bias: Sequence[Array | tuple[Array, Array] | None] | None = None,
     ranks_per_node: int | None = None,
+    node_of_rank: Sequence[int] | None = None,
     path: str = "direct",
 ) -> list[tuple[Array, Array | None]]:
     """Bring rows back to their tokens and add them up.
@@ -210,16 +215,17 @@ def combine(
         combined_topk_weights. Expert layout: None (1 everywhere), or one a source, (T, K) float32, applied.
     bias
         None, or one a rank: None, (T, H) of the type of ys, or a pair of them.
-    ranks_per_node, path
-        "hierarchical" rounds a sum for each node before the sum over nodes; on one node it is "direct".
+    ranks_per_node, node_of_rank, path
+        "hierarchical" rounds a sum for each node before the sum over nodes; on one node it is "direct". Nodes are
+        `ranks_per_node` ranks that follow each other, or as `node_of_rank` says.
 
     Returns
     -------
     One (combined_x (T, H), combined_topk_weights (T, K) float32 or None) a rank. Clipped rows add nothing.
     """
-    if path not in ("direct", "hierarchical"):
+    if path not in PATHS:
         raise ValueError(f"path must be 'direct' or 'hierarchical', got {path!r}")
-    per_node = routing.num_ranks if ranks_per_node is None else ranks_per_node
+    nodes = ranks_by_node(routing.num_ranks, ranks_per_node, node_of_rank)
     dtype = _check_rows(ys, routing)
     by_rank = routing.layout == "rank"
     if topk_weights is not None:
@@ -233,12 +239,11 @@ def combine(
             acc = np.zeros((len(idx), ys[0].shape[1]), dtype=np.float32)
             for one in _biases(bias, source, acc.shape, dtype):
                 acc += one.astype(np.float32)
-            if path == "direct" or per_node >= routing.num_ranks:
+            if path == "direct" or len(nodes) == 1:
                 _add_ranks(acc, range(routing.num_ranks), ys, routing, source, scale)
             else:
-                for first in range(0, routing.num_ranks, per_node):
+                for ranks in nodes:
                     node = np.zeros_like(acc)
-                    ranks = range(first, min(first + per_node, routing.num_ranks))
                     _add_ranks(node, ranks, ys, routing, source, scale)
                     # A node that the token does not reach adds +0: acc is never -0, so that changes nothing.
                     acc += round_to(node, dtype).astype(np.float32)

@@ -66,6 +66,10 @@ class Stats:
     kernels : dict of str to Distribution
         By operation ("dispatch") and phase of one ("dispatch.send"): on the host backend what the C code did, on a GPU
         what block 0 of the kernel did.
+    bytes_between_nodes : int
+        Rows, with their scales, that this rank sent to ranks of other nodes: dispatched ones and sums that go back.
+    metadata_bytes_between_nodes : int
+        What went with them: where rows lie, weights, the heads of messages.
     """
 
     rank: int
@@ -82,6 +86,8 @@ class Stats:
     wait_us: float
     wait_us_per_peer: tuple[float, ...]
     kernels: dict[str, Distribution]
+    bytes_between_nodes: int = 0
+    metadata_bytes_between_nodes: int = 0
 
     @property
     def num_tokens_sent(self) -> int:
@@ -117,6 +123,11 @@ class Stats:
             f"  tokens sent {self.num_tokens_sent}, received {self.num_tokens_received}, "
             f"imbalance {self.imbalance:.2f}"
         )
+        if self.metadata_bytes_between_nodes:
+            lines.append(
+                f"  to other nodes {self.bytes_between_nodes} bytes of rows, "
+                f"{self.metadata_bytes_between_nodes} bytes of what goes with them"
+            )
         waits = ", ".join(f"{us:.0f}" for us in self.wait_us_per_peer)
         lines.append(f"  waiting {self.wait_share:.1%} of the time in calls; us for each rank: {waits}")
         width = max((len(name) for name in self.kernels), default=0)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
 
-from epcy.errors import BackendUnavailableError
+from epcy.errors import ArgumentError, BackendUnavailableError, NotSupportedError
 
-__all__ = ["find", "load_nvshmem"]
+if TYPE_CHECKING:
+    from epcy.topology import Topology
+
+__all__ = ["between_nodes", "find", "load_nvshmem"]
 
 
 def load_nvshmem() -> None:
@@ -67,3 +71,42 @@ def find(name: str | None) -> tuple[str, Any, Any]:
     from epcy.backends.host_low_latency import HostLowLatencyBackend
 
     return "host", HostLowLatencyBackend, numpy
+
+
+def between_nodes(name: str, backend_class: Any, topology: Topology, options: dict[str, Any]) -> Any:
+    """Return what makes a backend whose ranks lie on several nodes; settle the option `path`.
+
+    Local, blocking; the same on every rank.
+
+    Raises
+    ------
+    ArgumentError
+        Nodes of different sizes, and not the direct path.
+    NotSupportedError
+        A backend without a path between these nodes.
+    """
+    if name != "host" and topology.num_machines > 1:
+        raise NotSupportedError(
+            f"comm: backend {name!r} works inside one machine, the ranks lie on {topology.num_machines} "
+            f"({', '.join(dict.fromkeys(topology.hostnames))}; rank {topology.rank}); use backend='host', or a "
+            "sub-communicator of Split_type(COMM_TYPE_SHARED)"
+        )
+    if name != "host" and not options["low_latency_mode"]:
+        raise NotSupportedError(
+            f"num_max_nvl_peers: {options['num_max_nvl_peers']} makes {topology.num_nodes} nodes of the "
+            f"{topology.num_ranks} ranks, and on GPUs this build has a path between nodes for low-latency calls alone "
+            f"(rank {topology.rank}); leave it out, give low_latency_mode=True, or use backend='host'"
+        )
+    if name != "host":
+        return backend_class
+    options["path"] = options["path"] or "hierarchical"
+    if options["path"] == "hierarchical" and not topology.is_uniform:
+        raise ArgumentError(
+            "num_max_nvl_peers: the hierarchical path needs as many ranks in each node, got "
+            f"{', '.join(f'{n} in node {i}' for i, n in enumerate(topology.ranks_per_node[:16]))} (rank "
+            f"{topology.rank}); start as many ranks on each machine, give num_max_nvl_peers a number that divides "
+            "them, or path='direct'"
+        )
+    from epcy.backends.host_relay_low_latency import HostRelayLowLatency
+
+    return functools.partial(HostRelayLowLatency, topology)

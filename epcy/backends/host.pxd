@@ -14,9 +14,12 @@ cdef class HostHandle(Handle):
     cdef int64_t num_local
     cdef int64_t *tokens                # to each rank (R,), then from each (R,)
     cdef int64_t num_true_rows          # of this rank, unclipped
+    cdef object relayed                 # what this rank passes on between nodes; None: nothing
 
 
 cdef class HostBackend(HostEpoch):
+    cdef int move(self, HostHandle handle, epcy_host_dispatch *d, bint uncached) except -1
+    cdef int add_up(self, HostHandle handle, epcy_host_combine *c) except -1
     cdef HostHandle count(self, DispatchCall call, epcy_record *record)
     cdef HostHandle new_handle(self, str layout, int64_t num_tokens, int64_t alignment, int64_t num_worst_tokens)
     cdef object implausible(self)

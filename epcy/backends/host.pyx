@@ -96,10 +96,7 @@ cdef class HostBackend(HostEpoch):
             d.routes, d.expert_counts, d.num_rows, d.num_tokens = handle.routes, handle.expert_numbers, 0, 0
             d.expert_offsets = handle.expert_numbers + handle.num_local
             uncached = False
-        with nogil:
-            if uncached:
-                epcy_host_place(&self.h, &d)
-            epcy_host_send(&self.h, &d)
+        self.move(handle, &d, uncached)
         if uncached:
             handle.num_true_rows = d.num_rows
             handle.num_rows = call.num_worst_tokens or d.num_rows
@@ -114,6 +111,15 @@ cdef class HostBackend(HostEpoch):
         if handle.num_worst_tokens == 0:
             counts = [handle.expert_numbers[i] for i in range(handle.num_local)]
         return self.result(call, handle, area, counts, completed())
+
+    cdef int move(self, HostHandle handle, epcy_host_dispatch *d, bint uncached) except -1:
+        """Put rows where they belong."""
+        with nogil:
+            if uncached:
+                epcy_host_place(&self.h, d)
+            epcy_host_send(&self.h, d)
+            epcy_host_fill(&self.h, d)
+        return 0
 
     cdef HostHandle count(self, DispatchCall call, epcy_record *record):
         """Make a handle: this rank's routes as ordinals, and its counts into the record."""
@@ -231,8 +237,7 @@ cdef class HostBackend(HostEpoch):
         elif call.topk_weights is not None:
             c.topk_weights = <float *>call.topk_weights.data
         epcy_host_phase(&self.h, EPCY_OP_COMBINE, EPCY_PHASE_DATA)
-        with nogil:
-            epcy_host_combine_rows(&self.h, &c)
+        self.add_up(handle, &c)
         if self.meter is not None:
             self.count_sums(handle, call.x.shape[1] * call.x.item_bytes())
             if call.area >= 0:
@@ -245,6 +250,12 @@ cdef class HostBackend(HostEpoch):
         if call.out_weights is not None:
             r.combined_topk_weights = call.out_weights.owner
         return r
+
+    cdef int add_up(self, HostHandle handle, epcy_host_combine *c) except -1:
+        """Sum this rank's tokens."""
+        with nogil:
+            epcy_host_combine_rows(&self.h, c)
+        return 0
 
     cdef int stage(self, CombineCall call) except -1:
         """Copy what lies outside the symmetric memory into the combine area."""

@@ -188,5 +188,4 @@ cdef class HostEpoch(HostWaits):
             self.close_areas()
             self.remove_page()
             if agreed and not MPI.Is_finalized():
-                self.heap.close()
-                self.comm.Free()
+                self.give_memory_back()

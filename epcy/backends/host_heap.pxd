@@ -15,5 +15,7 @@ cdef class HostHeap(Backend):
     cdef object page, page_path, __weakref__
     cdef int num_threads                # of a call, now
 
+    cdef Heap take_memory(self, int64_t nbytes)
+    cdef int give_memory_back(self) except -1
     cdef object open_status(self, directory)
     cdef int touch_rank(self, int64_t rank) except -1

@@ -42,7 +42,7 @@ cdef class HostHeap(Backend):
         options["num_sms"] = self.num_threads = options["num_sms"] or 1
         nbytes = heap_layout(shape)["total"]
         self.reach("constructor", "arrival")
-        error = no_room(nbytes, size)
+        error = no_room(nbytes, self.num_ranks_here())
         if self.faults is not None and self.faults.is_full():
             error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {nbytes * size} bytes of shared memory; "
                               "there is no room, says EPCY_FAULTS (full); give fewer num_max_tokens_per_rank")
@@ -50,7 +50,7 @@ cdef class HostHeap(Backend):
         self.h.base = <char **>calloc(size, sizeof(char *))
         if self.h.base == NULL:
             raise MemoryError
-        self.heap = allocate(comm, nbytes, self.h.base)
+        self.heap = self.take_memory(nbytes)
         code = epcy_host_open(&self.h, options["spin_us"], options["num_sms"])
         error = None
         if code:
@@ -70,6 +70,20 @@ cdef class HostHeap(Backend):
             if not isinstance(refused, PeerTimeoutError):       # then every rank raises
                 self.heap.close()
             raise
+
+    def num_ranks_here(self):
+        """The ranks whose memory this machine must hold."""
+        return self.num_ranks
+
+    cdef Heap take_memory(self, int64_t nbytes):
+        """Collective: the window, and where each rank's memory is mapped."""
+        return allocate(self.comm, nbytes, self.h.base)
+
+    cdef int give_memory_back(self) except -1:
+        """Collective: free what take_memory took, and the communicator."""
+        self.heap.close()
+        self.comm.Free()
+        return 0
 
     def __dealloc__(self):
         if self.h.base != NULL:
@@ -167,4 +181,5 @@ cdef class HostHeap(Backend):
         self.touch_rank(self.h.rank)
         self.barrier()
         for rank in range(self.h.shape.num_ranks):
-            self.touch_rank(rank)
+            if self.h.is_remote == NULL or not self.h.is_remote[rank]:
+                self.touch_rank(rank)

@@ -60,6 +60,7 @@ cdef extern from "epcy/host.h" nogil:
         epcy_heap heap
         int64_t rank
         char **base
+        const uint8_t *is_remote
         uint64_t epoch
         int64_t chunk_tokens, stream_bytes
         epcy_status *page
@@ -158,6 +159,7 @@ cdef extern from "epcy/host.h" nogil:
     int64_t epcy_host_rows(const epcy_host *h, int64_t rank, int64_t *limit)
     void epcy_host_place(const epcy_host *h, epcy_host_dispatch *call)
     void epcy_host_send(epcy_host *h, const epcy_host_dispatch *call)
+    void epcy_host_fill(const epcy_host *h, const epcy_host_dispatch *call)
     void epcy_host_combine_rows(epcy_host *h, const epcy_host_combine *call)
     epcy_low_latency_header *epcy_low_latency_header_at(const epcy_host *h, int64_t rank, int kind, int slot)
     const epcy_low_latency_header *epcy_low_latency_find(const epcy_host *h, int64_t rank, int kind, uint64_t epoch)

@@ -79,7 +79,7 @@ cdef class HostLowLatencyBackend(HostLowLatencyStep):
                                                            self.h.shape.num_experts, s.bad.num_bad)
         if self.h.num_masked:
             self.count_not_sent(handle)
-        self.send(LOW_LATENCY_DISPATCH, header, handle.epoch)
+        self.send(LOW_LATENCY_DISPATCH, header, handle.epoch, NULL)
         handle.number, handle.area = self.low_latency.num_sent[LOW_LATENCY_DISPATCH], self.low_latency.take_area()
         if call.return_recv_hook:
             epcy_host_phase(&self.h, EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_PHASE_IDLE)
@@ -133,6 +133,7 @@ cdef class HostLowLatencyBackend(HostLowLatencyStep):
         self.receiving(EPCY_OP_LOW_LATENCY_DISPATCH, handle.epoch)
         self.reach("low_latency_dispatch", "completion")
         self.wait(EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_WORD_ARRIVED, handle.epoch, handle.epoch)
+        self.await_slots(LOW_LATENCY_DISPATCH, handle.epoch)
         epcy_host_span(&self.h, EPCY_SPAN_WAIT)
         error = self.disagreement_of(LOW_LATENCY_DISPATCH, handle.epoch, handle.sources)
         if self.checks:
@@ -224,7 +225,7 @@ cdef class HostLowLatencyBackend(HostLowLatencyStep):
                self.h.shape.num_experts * 4)
         header.y_offset = self.h.heap.low_latency_y[call.area]
         self.input_epochs[call.area] = call.epoch = epoch
-        self.send(LOW_LATENCY_COMBINE, header, epoch)
+        self.send(LOW_LATENCY_COMBINE, header, epoch, handle.counts)
         if call.return_recv_hook:
             if call.topk_weights is not None:
                 call.topk_weights = copied(call.topk_weights)
@@ -249,6 +250,7 @@ cdef class HostLowLatencyBackend(HostLowLatencyStep):
         self.receiving(EPCY_OP_LOW_LATENCY_COMBINE, call.epoch)
         self.reach("low_latency_combine", "completion")
         self.wait(EPCY_OP_LOW_LATENCY_COMBINE, EPCY_WORD_ARRIVED, call.epoch, call.epoch)
+        self.await_slots(LOW_LATENCY_COMBINE, call.epoch)
         epcy_host_span(&self.h, EPCY_SPAN_WAIT)
         error = self.disagreement_of(LOW_LATENCY_COMBINE, call.epoch, from_)
         if error is None:
@@ -292,6 +294,7 @@ cdef class HostLowLatencyBackend(HostLowLatencyStep):
                         if call.renormalize:
                             epcy_host_renormalize(&self.h, m.routes, handle.num_tokens, c.sum.topk_weights, scaled)
                             c.sum.topk_weights = scaled
+                c.sum.routes = self.reachable(c.sum.routes, handle.num_tokens, call.epoch)
                 with nogil:
                     lost = epcy_host_low_latency_combine(&self.h, &c)
                 if lost >= 0:

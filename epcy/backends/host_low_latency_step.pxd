@@ -16,9 +16,13 @@ cdef class HostLowLatencyStep(HostBackend):
 
     cdef epcy_low_latency_header *take_slot(self, int kind) except NULL
     cdef uint64_t step(self, int kind) noexcept
-    cdef int send(self, int kind, epcy_low_latency_header *header, uint64_t epoch) except -1
+    cdef int send(self, int kind, epcy_low_latency_header *header, uint64_t epoch, const int64_t *counts) except -1
+    cdef int post(self, int kind, int slot, uint64_t epoch, const int64_t *counts) except -1
+    cdef int await_slots(self, int kind, uint64_t epoch) except -1
+    cdef const epcy_route *reachable(self, const epcy_route *routes, int64_t num_tokens, uint64_t epoch) except NULL
     cdef void receiving(self, int op, uint64_t epoch) noexcept
     cdef int finish_receiving(self, int kind) except -1
+    cdef uint64_t received_up_to(self, int kind) noexcept
     cdef void acknowledge(self, int kind) noexcept
     cdef object disagreement_of(self, int kind, uint64_t epoch, uint8_t *takes_part)
     cdef bint is_masked_by(self, int64_t rank, uint64_t epoch) noexcept

@@ -47,14 +47,27 @@ cdef class HostLowLatencyStep(HostBackend):
         epcy_host_phase(&self.h, OPS[kind], EPCY_PHASE_ARRIVAL)
         return self.h.epoch
 
-    cdef int send(self, int kind, epcy_low_latency_header *header, uint64_t epoch) except -1:
-        """Make a header and what it speaks of everybody's."""
+    cdef int send(self, int kind, epcy_low_latency_header *header, uint64_t epoch, const int64_t *counts) except -1:
+        """Make a header and what it speaks of everybody's; of a combine `counts` (L,) rows of the experts."""
         epcy_low_latency_publish(header, epoch)
+        self.post(kind, self.next_slot[kind], epoch, counts)
         self.next_slot[kind] ^= 1
         self.epochs[kind][self.low_latency.sent(kind) & 1] = epoch
         self.reach(OPERATIONS[OPS[kind]], "data")
         self.tell(OPS[kind], "arrival", EPCY_WORD_ARRIVED, epoch)
         return 0
+
+    cdef int post(self, int kind, int slot, uint64_t epoch, const int64_t *counts) except -1:
+        """Send a slot to those who cannot see this rank's memory."""
+        return 0
+
+    cdef int await_slots(self, int kind, uint64_t epoch) except -1:
+        """Wait for the slots of those whose memory cannot be seen."""
+        return 0
+
+    cdef const epcy_route *reachable(self, const epcy_route *routes, int64_t num_tokens, uint64_t epoch) except NULL:
+        """Where a combine's rows can be read."""
+        return routes
 
     cdef void receiving(self, int op, uint64_t epoch) noexcept:
         epcy_host_phase(&self.h, op, EPCY_PHASE_COMPLETION)
@@ -72,13 +85,15 @@ cdef class HostLowLatencyStep(HostBackend):
             self.inspect(OPERATIONS[OPS[kind]])
         return 0
 
-    cdef void acknowledge(self, int kind) noexcept:
-        """Say up to which call this rank needs nothing of this kind any more."""
+    cdef uint64_t received_up_to(self, int kind) noexcept:
+        """Up to which call this rank needs nothing of this kind any more."""
         cdef uint64_t number = self.low_latency.num_received[kind]
         if number == self.low_latency.num_sent[kind]:
-            epcy_host_store(&self.h, RECEIVED[kind], self.h.epoch)
-        else:
-            epcy_host_store(&self.h, RECEIVED[kind], self.epochs[kind][number + 1 & 1] - 1)
+            return self.h.epoch
+        return self.epochs[kind][number + 1 & 1] - 1
+
+    cdef void acknowledge(self, int kind) noexcept:
+        epcy_host_store(&self.h, RECEIVED[kind], self.received_up_to(kind))
 
     def refuse(self, int op, str text):
         cdef int kind = op - EPCY_OP_LOW_LATENCY_DISPATCH
@@ -95,6 +110,7 @@ cdef class HostLowLatencyStep(HostBackend):
         header.refused = 1
         epoch = self.step(kind)
         epcy_low_latency_publish(header, epoch)
+        self.post(kind, self.next_slot[kind], epoch, NULL)
         self.next_slot[kind] ^= 1
         epcy_host_store(&self.h, EPCY_WORD_ARRIVED, epoch)
         self.acknowledge(kind)

@@ -38,9 +38,7 @@ cdef class HostWaits(HostHeap):
 
     cdef int wait(self, int op, int word, uint64_t value, uint64_t first) except -1:
         """Wait until `word` of every rank is at least `value`, or raise: then this rank leaves call `first`."""
-        cdef int state
-        with nogil:
-            state = epcy_host_wait(&self.h, word, value, SLICE_NS)
+        cdef int state = self.wait_slice(word, value, SLICE_NS)
         if state == EPCY_WAIT_DONE:
             return 0
         try:
@@ -77,7 +75,8 @@ cdef class HostWaits(HostHeap):
             if state == EPCY_WAIT_DONE:
                 return 0
 
-    def wait_slice(self, int word, uint64_t value, int64_t slice_ns):
+    cdef int wait_slice(self, int word, uint64_t value, int64_t slice_ns) except -1:
+        """Wait for so long: an enum epcy_wait."""
         cdef int state
         with nogil:
             state = epcy_host_wait(&self.h, word, value, slice_ns)
@@ -133,6 +132,10 @@ cdef class HostWaits(HostHeap):
             return at.operation, at.epoch, self.h.epoch
         return None
 
+    def node_of(self, rank):
+        """A word on the node of a rank, where there are several."""
+        return ""
+
     def where(self, ranks):
         """Say where these ranks are."""
         cdef const uint8_t *at
@@ -141,7 +144,7 @@ cdef class HostWaits(HostHeap):
             at = <const uint8_t *>epcy_host_status(&self.h, r)
             state = status_pages.parse((<const char *>at)[:128])
             broken = ", gave up" if epcy_host_word(&self.h, r, EPCY_WORD_BROKEN) else ""
-            lines.append(f"rank {r} (pid {self.identities[r].pid}) is {state}{broken}")
+            lines.append(f"rank {r} (pid {self.identities[r].pid}{self.node_of(r)}) is {state}{broken}")
         return "; ".join(lines)
 
     def give_up(self, int op, int word, uint64_t value, uint64_t first, double waited):
@@ -164,8 +167,8 @@ cdef class HostWaits(HostHeap):
         """Raise: ranks have ended."""
         bound_exit()
         name = "reset" if word == EPCY_WORD_RESET else OPERATIONS[op]
-        raise verdicts.ended(name, first, self.h.rank, dead, self.identities[dead[0]].pid,
-                             WAITED_FOR[word])
+        raise verdicts.ended(name, first, self.h.rank, dead, self.identities[dead[0]].pid, WAITED_FOR[word],
+                             self.node_of(dead[0]))
 
 
 cdef bint _exit_is_bound = False

@@ -36,6 +36,7 @@ cdef extern from "epcy/meter.h" nogil:
         int64_t *tokens_to
         int64_t *tokens_from
         int64_t most_rows[3][2]
+        int64_t node_bytes[2]
         epcy_gauges *gauges
         uint64_t epoch
 

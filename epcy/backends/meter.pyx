@@ -109,7 +109,8 @@ cdef class Meter:
             bytes_moved=g.bytes_moved - moved,
             busy_us=(g.busy_ns - busy) / 1e3, wait_us=(g.wait_ns - wait) / 1e3,
             wait_us_per_peer=tuple([self.m.wait_ns[r] / 1e3 for r in range(self.num_ranks)]),
-            kernels=self.kernels(),
+            kernels=self.kernels(), bytes_between_nodes=self.m.node_bytes[0],
+            metadata_bytes_between_nodes=self.m.node_bytes[1],
         )
 
     def kernels(self):

@@ -71,12 +71,12 @@ def late(
 
 
 def ended(
-    operation: str, epoch: int, rank: int, dead: Sequence[int], pid: int, phase: str
+    operation: str, epoch: int, rank: int, dead: Sequence[int], pid: int, phase: str, node: str = ""
 ) -> PeerTimeoutError:
-    """Return the error of a wait for processes that have ended."""
+    """Return the error of a wait for processes that have ended; `node` is a word on where the first one was."""
     return PeerTimeoutError(
-        f"{operation} (call {epoch}) on rank {rank}: rank {dead[0]} (pid {pid}) has ended, phase {phase}; dead ranks: "
-        f"{dead}. This Buffer cannot go on; look for that rank's own error and restart the job",
+        f"{operation} (call {epoch}) on rank {rank}: rank {dead[0]} (pid {pid}{node}) has ended, phase {phase}; dead "
+        f"ranks: {dead}. This Buffer cannot go on; look for that rank's own error and restart the job",
         dead,
         phase,
         epoch,

@@ -73,8 +73,9 @@ typedef struct epcy_host {
   epcy_area area;
   epcy_heap heap;
   int64_t rank;
-  char **base;    /* base[r]: rank r's allocation as mapped here */
-  uint64_t epoch; /* of the last call this rank entered */
+  char **base; /* base[r]: rank r's allocation as mapped here; of a rank of another node a copy of its control block */
+  const uint8_t *is_remote; /* [R]: ranks of other nodes; NULL: there are none */
+  uint64_t epoch;           /* of the last call this rank entered */
   double spin_us;
   epcy_status *page; /* the status file, or NULL */
   int64_t *scratch;  /* R + E numbers for the call in progress */
@@ -186,7 +187,10 @@ void epcy_host_count(const epcy_host *h, const void *topk_idx, int is_int64, int
                      epcy_route *routes, int64_t *counts, int64_t *expert_counts, epcy_bad_id *bad);
 int64_t epcy_host_rows(const epcy_host *h, int64_t rank, int64_t *limit); /* rows that come to `rank` in this call */
 void epcy_host_place(const epcy_host *h, epcy_host_dispatch *call);
+/* Write rows to their places in this node. */
 void epcy_host_send(epcy_host *h, const epcy_host_dispatch *call);
+/* Fill this rank's rows that nobody sends: padding, and what lies past the count in worst case. */
+void epcy_host_fill(const epcy_host *h, const epcy_host_dispatch *call);
 
 /* combine.c */
 void epcy_host_combine_rows(epcy_host *h, const epcy_host_combine *call);

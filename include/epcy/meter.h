@@ -73,6 +73,7 @@ typedef struct epcy_meter {
   int64_t most_rows[3][EPCY_NUM_AREAS]; /* that an area ever held: receive, combine, low-latency receive */
   epcy_gauges *gauges, *own_gauges;     /* the latter: where there is no page */
   int64_t num_ranks;
+  int64_t node_bytes[2]; /* sent to ranks of other nodes: rows with their scales, and what goes with them */
   /* The call in progress. */
   int64_t start_ns, last_ns;
   uint64_t epoch;

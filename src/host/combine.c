@@ -1,26 +1,12 @@
 /* Combine: each rank pulls the rows of its tokens from where the experts left them, and sums them in rank order. */
 #include <stddef.h>
 
+#include "combine.h"
 #include "epcy/host.h"
 #include "pool.h"
 #include "simd.h"
 
-/* How a token's lanes make its sum. */
-enum order {
-  ORDER_ROWS,  /* a row for each rank, summed by the expert's owner (rank layout) */
-  ORDER_RANKS, /* the lanes of each rank, weighed, into a rounded partial sum (expert layout, reduction="rank") */
-  ORDER_LANES  /* all lanes, weighed, into one sum (reduction="source") */
-};
-
-typedef struct combine_context {
-  const epcy_host *h;
-  const epcy_host_combine *call;
-  enum order order;
-  const char *const *rows; /* of each rank */
-  void (*sum)(char *out, const epcy_sum *sum, int64_t hidden);
-} combine_context;
-
-static void combine_weights(const combine_context *c, const epcy_route *routes, float *out) {
+void epcy_combine_weights(const combine_context *c, const epcy_route *routes, float *out) {
   const epcy_host *h = c->h;
   const int64_t num_topk = h->shape.num_topk;
   for (int64_t k = 0; k < num_topk; k++) out[k] = 0.0f;
@@ -46,8 +32,8 @@ static void add_lanes(const combine_context *c, const epcy_route *routes, const 
   }
 }
 
-static void combine_token(const combine_context *c, int64_t t, const char **plain, const char **lanes, float *weights,
-                          int *group_end) {
+void epcy_combine_token(const combine_context *c, int64_t t, const char **plain, const char **lanes, float *weights,
+                        int *group_end) {
   const epcy_host_combine *call = c->call;
   const int64_t num_topk = c->h->shape.num_topk, hidden = c->h->shape.hidden;
   const int64_t row_bytes = hidden * (call->dtype == EPCY_FP32 ? 4 : 2);
@@ -69,7 +55,7 @@ static void combine_token(const combine_context *c, int64_t t, const char **plai
     else if (routes[i].row >= 0) plain[sum.num_plain++] = rows + routes[i].row * row_bytes;
   }
   c->sum(call->out + t * row_bytes, &sum, hidden);
-  if (call->out_weights) combine_weights(c, routes, call->out_weights + t * num_topk);
+  if (call->out_weights) epcy_combine_weights(c, routes, call->out_weights + t * num_topk);
 }
 
 static void combine_tokens(const void *context, int64_t begin, int64_t end) {
@@ -79,13 +65,17 @@ static void combine_tokens(const void *context, int64_t begin, int64_t end) {
   float weights[num_topk];
   int group_end[num_topk];
   const unsigned saved = epcy_float_begin();
-  for (int64_t t = begin; t < end; t++) combine_token(c, t, plain, lanes, weights, group_end);
+  for (int64_t t = begin; t < end; t++) epcy_combine_token(c, t, plain, lanes, weights, group_end);
   epcy_float_end(saved);
+}
+
+void epcy_combine_find_rows(const epcy_host *h, const char **rows) {
+  for (int64_t r = 0; r < h->shape.num_ranks; r++) rows[r] = h->base[r] + epcy_host_record(h, r, h->epoch)->area_offset;
 }
 
 void epcy_host_combine_rows(epcy_host *h, const epcy_host_combine *call) {
   const char *rows[h->shape.num_ranks];
-  for (int64_t r = 0; r < h->shape.num_ranks; r++) rows[r] = h->base[r] + epcy_host_record(h, r, h->epoch)->area_offset;
+  epcy_combine_find_rows(h, rows);
   const int layout = epcy_host_record(h, h->rank, h->epoch)->layout;
   const combine_context c = {h, call, layout == EPCY_LAYOUT_RANK ? ORDER_ROWS : ORDER_RANKS, rows,
                              epcy_simd_table()->sum[call->dtype]};

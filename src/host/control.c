@@ -14,6 +14,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "control.h"
 #include "epcy/host.h"
 #include "pool.h"
 #include "sleep.h"
@@ -27,11 +28,11 @@ enum {
 _Static_assert(sizeof(epcy_status) <= STATUS_BYTES && STATUS_BYTES == EPCY_GAUGES_AT, "the status fits in its line");
 _Static_assert(EPCY_NUM_OPS <= EPCY_METER_OPS, "a meter has room for every operation");
 
-static int64_t record_bytes(const epcy_shape *s) {
+int64_t epcy_record_bytes(const epcy_shape *s) {
   return epcy_round_up((int64_t)sizeof(epcy_record) + (s->num_ranks + s->num_experts) * 8, EPCY_LINE_BYTES);
 }
 
-static int64_t masks_at(const epcy_shape *s) { return RECORDS_AT + 2 * record_bytes(s); }
+static int64_t masks_at(const epcy_shape *s) { return RECORDS_AT + 2 * epcy_record_bytes(s); }
 
 static int64_t wire_at(const epcy_shape *s) {
   return epcy_round_up(masks_at(s) + s->num_ranks * (int64_t)sizeof(uint64_t), EPCY_PAGE_BYTES);
@@ -60,7 +61,7 @@ static _Atomic uint64_t *word_at(const epcy_host *h, int64_t rank, int word) {
 epcy_status *epcy_host_status(const epcy_host *h, int64_t rank) { return (epcy_status *)h->base[rank]; }
 
 epcy_record *epcy_host_record(const epcy_host *h, int64_t rank, uint64_t epoch) {
-  return (epcy_record *)(h->base[rank] + RECORDS_AT + (int64_t)(epoch & 1) * record_bytes(&h->shape));
+  return (epcy_record *)(h->base[rank] + RECORDS_AT + (int64_t)(epoch & 1) * epcy_record_bytes(&h->shape));
 }
 
 int64_t *epcy_host_counts(const epcy_host *h, int64_t rank, uint64_t epoch) {
@@ -87,6 +88,10 @@ void epcy_host_store(epcy_host *h, int word, uint64_t value) {
   atomic_store_explicit(word_at(h, h->rank, word), value, memory_order_release);
   epcy_bell_fence();
   for (int64_t r = 0; r < h->shape.num_ranks; r++) epcy_bell_ring(bell_of(h, r));
+}
+
+void epcy_host_copy_word(epcy_host *h, int64_t rank, int word, uint64_t value) {
+  atomic_store_explicit(word_at(h, rank, word), value, memory_order_release);
 }
 
 static int64_t now_ns(void) {
@@ -181,7 +186,7 @@ int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_n
     } else { /* it takes longer: leave the cores to those who work */
       epcy_bell *bell = bell_of(h, h->rank);
       const uint32_t rung = epcy_bell_begin(bell);
-      if (epcy_host_word(h, next, word) < value) epcy_bell_sleep(bell, rung, SLEEP_NS);
+      if (epcy_host_word(h, next, word) < value) epcy_bell_sleep(bell, rung, slice_ns < SLEEP_NS ? slice_ns : SLEEP_NS);
       epcy_bell_end(bell);
     }
     if (word != EPCY_WORD_RESET && any_broken(h, value)) return EPCY_WAIT_BROKEN;

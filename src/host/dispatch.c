@@ -122,7 +122,7 @@ static void send_token(const send_context *c, int64_t t) {
          next++) {
     } /* routes [i, next) share a row */
     const int64_t at = routes[i].row;
-    if (at < 0) continue;
+    if (at < 0 || (h->is_remote && h->is_remote[routes[i].rank])) continue;
     char *area = h->base[routes[i].rank] + epcy_host_record(h, routes[i].rank, h->epoch)->area_offset;
     char *payload = area + h->area.payload + at * call->row_bytes;
     if (c->stream) c->simd->stream(payload, row, call->row_bytes);
@@ -155,8 +155,9 @@ static void send_tokens(const void *context, int64_t begin, int64_t end) {
 }
 
 /* The rows of this rank that nobody sends: padding of the expert layout, and what lies past the count in worst case. */
-static void fill_rows(const epcy_host *h, const epcy_host_dispatch *call, int layout) {
+void epcy_host_fill(const epcy_host *h, const epcy_host_dispatch *call) {
   const epcy_record *mine = epcy_host_record(h, h->rank, h->epoch);
+  const int layout = mine->layout;
   char *area = h->base[h->rank] + mine->area_offset;
   int64_t *idx = (int64_t *)(area + h->area.topk_idx);
   float *weights = (float *)(area + h->area.topk_weights);
@@ -184,5 +185,4 @@ void epcy_host_send(epcy_host *h, const epcy_host_dispatch *call) {
   const send_context c = {h, call, epcy_simd_table(), layout,
                           call->num_tokens * rows * call->row_bytes >= h->stream_bytes};
   epcy_pool_run(h->pool, send_tokens, &c, call->num_tokens, h->chunk_tokens);
-  fill_rows(h, call, layout);
 }

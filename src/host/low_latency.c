@@ -8,22 +8,16 @@
 #include <string.h>
 
 #include "epcy/host.h"
+#include "low_latency.h"
 #include "pool.h"
 #include "routes.h"
 #include "simd.h"
 
-/* Inside the wire region of a rank: headers [kind][slot], then slots of the dispatches. In a slot: */
-typedef struct slot_layout {
-  int64_t firsts; /* int32 (E + 1): where an expert's tokens begin in `tokens` */
-  int64_t tokens; /* int32 (M' * K) */
-  int64_t rows, scales, bytes;
-} slot_layout;
-
-static int64_t header_bytes(const epcy_shape *s) {
+int64_t epcy_low_latency_header_bytes(const epcy_shape *s) {
   return epcy_round_up((int64_t)sizeof(epcy_low_latency_header) + s->num_experts * 4, EPCY_LINE_BYTES);
 }
 
-static slot_layout layout_of(const epcy_shape *s) {
+slot_layout epcy_slot_layout(const epcy_shape *s) {
   const int64_t tokens = s->num_low_latency_tokens;
   slot_layout l;
   l.firsts = 0;
@@ -34,15 +28,17 @@ static slot_layout layout_of(const epcy_shape *s) {
   return l;
 }
 
-static int64_t slots_at(const epcy_shape *s) { return EPCY_NUM_LOW_LATENCY_KINDS * EPCY_NUM_SLOTS * header_bytes(s); }
+static int64_t slots_at(const epcy_shape *s) {
+  return EPCY_NUM_LOW_LATENCY_KINDS * EPCY_NUM_SLOTS * epcy_low_latency_header_bytes(s);
+}
 
 int64_t epcy_low_latency_wire_bytes(const epcy_shape *s) {
-  return s->num_low_latency_tokens ? slots_at(s) + EPCY_NUM_SLOTS * layout_of(s).bytes : 0;
+  return s->num_low_latency_tokens ? slots_at(s) + EPCY_NUM_SLOTS * epcy_slot_layout(s).bytes : 0;
 }
 
 epcy_low_latency_header *epcy_low_latency_header_at(const epcy_host *h, int64_t rank, int kind, int slot) {
   return (epcy_low_latency_header *)(epcy_host_wire(h, rank) +
-                                     (kind * EPCY_NUM_SLOTS + slot) * header_bytes(&h->shape));
+                                     (kind * EPCY_NUM_SLOTS + slot) * epcy_low_latency_header_bytes(&h->shape));
 }
 
 static int find_slot(const epcy_host *h, int64_t rank, int kind, uint64_t epoch) {
@@ -74,8 +70,8 @@ void epcy_low_latency_invalidate(epcy_host *h, int kind, uint64_t epoch) {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
-static char *slot_at(const epcy_host *h, int64_t rank, int slot) {
-  return epcy_host_wire(h, rank) + slots_at(&h->shape) + slot * layout_of(&h->shape).bytes;
+char *epcy_slot_at(const epcy_host *h, int64_t rank, int slot) {
+  return epcy_host_wire(h, rank) + slots_at(&h->shape) + slot * epcy_slot_layout(&h->shape).bytes;
 }
 
 /* Which tokens go to which expert, an expert that a token names twice once; routes get ordinals for rows. */
@@ -160,8 +156,8 @@ static void send_rows(const void *context, int64_t begin, int64_t end) {
 }
 
 void epcy_host_low_latency_send(epcy_host *h, epcy_low_latency_send *call) {
-  const slot_layout l = layout_of(&h->shape);
-  char *slot = slot_at(h, h->rank, call->slot);
+  const slot_layout l = epcy_slot_layout(&h->shape);
+  char *slot = epcy_slot_at(h, h->rank, call->slot);
   count_tokens(h, call, (int32_t *)(slot + l.firsts), (int32_t *)(slot + l.tokens));
   const int64_t item = call->use_fp8 ? 1 : call->dtype == EPCY_FP32 ? 4 : 2;
   const send_context c = {h, call, epcy_simd_table(), slot + l.rows, slot + l.scales, h->shape.hidden * item};
@@ -262,12 +258,12 @@ int64_t epcy_host_low_latency_receive(epcy_host *h, const epcy_low_latency_recei
   char *slots[num_ranks];
   int which[num_ranks];
   int64_t *starts = h->scratch; /* R + E numbers: one more than L * R at least */
-  const receive_context c = {h, call, slots, starts, layout_of(&h->shape)};
+  const receive_context c = {h, call, slots, starts, epcy_slot_layout(&h->shape)};
   for (int64_t lost = 0; lost >= 0;) { /* once more without a rank that was lost; what is left is fewer each time */
     starts[0] = 0;
     for (int64_t s = 0; s < num_ranks; s++) {
       which[s] = call->sources[s] ? find_slot(h, s, EPCY_LOW_LATENCY_DISPATCH, call->epoch) : -1;
-      slots[s] = which[s] < 0 ? NULL : slot_at(h, s, which[s]);
+      slots[s] = which[s] < 0 ? NULL : epcy_slot_at(h, s, which[s]);
       if (slots[s] && !makes_sense(&h->shape, firsts_of(&c, s))) {
         if (still_there(h, s, which[s], call->epoch)) return s;
         slots[s] = NULL;

@@ -54,6 +54,7 @@ void epcy_meter_reset(epcy_meter *m) {
   memset(m->times, 0, EPCY_METER_OPS * sizeof *m->times);
   memset(m->wait_ns, 0, (size_t)m->num_ranks * 3 * 8);
   memset(m->most_rows, 0, sizeof m->most_rows);
+  memset(m->node_bytes, 0, sizeof m->node_bytes);
 }
 
 int64_t epcy_histogram_quantile(const epcy_histogram *h, double share) {

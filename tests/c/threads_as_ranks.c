@@ -108,6 +108,7 @@ static int high_throughput(rank *r) {
                           .routes = routes, .expert_counts = counts, .expert_offsets = offsets};
   epcy_host_place(h, &d);
   epcy_host_send(h, &d);
+  epcy_host_fill(h, &d);
   if (finish(r)) return FAILED;
   const float *rows = (const float *)(h->base[h->rank] + area);
   for (int64_t row = 0, s = 0, left = 0; row < d.num_rows; row++, left--) {

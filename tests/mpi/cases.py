@@ -252,7 +252,9 @@ def check_combine(
         bias=None if bias is None else to_device(buf, bias[rank]),
         out=out,
     )
-    want, want_weights = reference.combine(ys, routing, ws, bias=bias)[rank]
+    want, want_weights = reference.combine(
+        ys, routing, ws, bias=bias, node_of_rank=buf.topology.node_of_rank, path=buf.options["path"]
+    )[rank]
     assert_bits(c.combined_x, want, "combined_x")
     if want_weights is None:
         assert c.combined_topk_weights is None

@@ -73,6 +73,7 @@ DIFFERENT = {
     "num_qps_per_rank": 3, "rdma_transport": "proxy",
     "num_max_tokens_per_rank": 5, "hidden": 128, "num_topk": 2, "dtype": "float32", "num_max_recv_tokens": 77,
     "timeout": 9.0, "num_sms": 2, "preinitialize": True, "spin_us": 3.0, "on_timeout": "mask", "check": True,
+    "path": "direct", "node_chunk_tokens": 3, "num_node_buffers": 1,
 }  # fmt: skip
 
 

@@ -190,7 +190,7 @@ def test_the_rules_find_what_they_shall():
 # ---- errors of Python's own are not for users
 
 # The specification: its ValueErrors are described there.
-INTERNAL = {"reference.py", "routing.py", "formats.py", "logfmt.py"}
+INTERNAL = {"reference.py", "reference_nodes.py", "routing.py", "formats.py", "logfmt.py"}
 BUILTIN = re.compile(
     r"raise ((?:Value|Type|Runtime|OS|Key|Index|Overflow|Assertion|Import)Error|Exception)\b(.*)"
 )

@@ -195,8 +195,12 @@ def value_from_rank(world, place, ys, s, t, h, rank, scale):
 
 
 @settings(max_examples=300, deadline=None)
-@given(worlds(), st.booleans(), st.integers(0, 2), st.none() | st.integers(1, 4))
-def test_combine(world, weighted, num_biases, ranks_per_node):
+@given(worlds(), st.booleans(), st.integers(0, 2), st.none() | st.integers(1, 4), st.randoms())
+def test_combine(world, weighted, num_biases, ranks_per_node, random):
+    # Nodes of ranks that follow each other, or any ranks at all.
+    placed = None
+    if ranks_per_node is not None and random.random() < 0.5:
+        placed, ranks_per_node = [random.randrange(ranks_per_node) for _ in range(world.R)], None
     _, received, routing = dispatched(world)
     ys = [world.floats(r.recv_x.shape) for r in received]
     biases = [[world.floats((t, world.H)) for _ in range(num_biases)] for t in world.T]
@@ -210,7 +214,8 @@ def test_combine(world, weighted, num_biases, ranks_per_node):
         given_weights if weighted else None,
         bias=[tuple(world.array(b) for b in pair) for pair in biases] if num_biases else None,
         ranks_per_node=ranks_per_node,
-        path="direct" if ranks_per_node is None else "hierarchical",
+        node_of_rank=placed,
+        path="direct" if ranks_per_node is None and placed is None else "hierarchical",
     )
     place = []
     for rank in range(world.R):
@@ -218,12 +223,10 @@ def test_combine(world, weighted, num_biases, ranks_per_node):
         limit = len(rows) if world.limit(rank) is None else world.limit(rank)
         place.append({row[:3]: n for n, row in enumerate(rows[:limit]) if row is not None})
     scale = world.w if weighted and not by_rank else None
-    one_node = ranks_per_node is None or ranks_per_node >= world.R
-    nodes = (
-        [range(world.R)]
-        if one_node
-        else [range(r, min(r + ranks_per_node, world.R)) for r in range(0, world.R, ranks_per_node)]
-    )
+    size = world.R if ranks_per_node is None else ranks_per_node
+    node_of = placed or [r // size for r in range(world.R)]
+    nodes = [[r for r in range(world.R) if node_of[r] == node] for node in sorted(set(node_of))]
+    one_node = len(nodes) == 1
     for s, (got, got_weights) in enumerate(combined):
         got_bits = got.view(DTYPES[world.kind][1])
         for t in range(world.T[s]):

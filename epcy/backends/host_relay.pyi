@@ -1,0 +1,19 @@
+from typing import Any
+
+from typing_extensions import disjoint_base
+
+from epcy.backends.host_nodes import HostNodes
+
+PHASE: str
+
+@disjoint_base
+class Relayed:
+    def __init__(self, num_links: int) -> None: ...
+
+@disjoint_base
+class Streams:
+    def __init__(self, num_links: int) -> None: ...
+
+@disjoint_base
+class HostRelay(HostNodes):
+    def __init__(self, *args: Any) -> None: ...

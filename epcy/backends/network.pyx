@@ -1,0 +1,160 @@
+# cython: boundscheck=False, wraparound=False
+"""What carries messages between nodes: the interface, and MPI.
+
+A message that is sent stays in its buffer until the receiver has taken it from the wire into one of his own, so a
+sender can never be further ahead than there are buffers: that is the flow control. (Small messages of channels that
+are not synchronous leave at once.)
+"""
+
+from libc.stdint cimport int64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+
+import numpy as np
+
+from epcy.errors import BackendError
+
+_open = set()                           # networks whose messages may still come: their memory must stay
+
+
+cdef class Network:
+    cdef int progress(self) except -1:
+        """Let messages come and go; how many did."""
+        raise NotImplementedError
+
+    cdef char *arrived(self, int channel) except? NULL:
+        """The oldest message that is here, or NULL."""
+        raise NotImplementedError
+
+    cdef int release(self, int channel) except -1:
+        """Give back the buffer of the oldest message."""
+        raise NotImplementedError
+
+    cdef char *room(self, int channel) except? NULL:
+        """A free buffer, or NULL."""
+        raise NotImplementedError
+
+    cdef int send(self, int channel, int64_t num_bytes) except -1:
+        """Send what lies in the buffer that `room` gave."""
+        raise NotImplementedError
+
+    cdef bint has_sent(self, int channel) noexcept:
+        """Whether all messages have left their buffers."""
+        return True
+
+    def close(self, together):
+        """End; with `together` all ranks do, and every message has come."""
+
+
+cdef class MpiNetwork(Network):
+    def __cinit__(self):
+        self.name = "MPI messages"
+
+    def __init__(self, comm, channels):
+        """Local. `comm` is this network's own from now on; channels: (peer, tag, bytes, buffers, synchronous) each."""
+        from mpi4py import MPI
+
+        cdef int c, i, at = 0, total = sum([2 * buffers for _, _, _, buffers, _ in channels])
+        cdef int64_t num_bytes
+        self.comm, self.test = comm, MPI.Request.Testsome
+        self.requests, self.buffers, self.receives = [], [], []
+        self.owner = <int *>calloc(max(1, total), sizeof(int))
+        self.first = <int *>calloc(5 * (len(channels) + 1), sizeof(int))
+        self.address = <char **>calloc(max(1, total), sizeof(char *))
+        self.pending = <char *>calloc(max(1, total), 1)
+        if self.owner == NULL or self.first == NULL or self.address == NULL or self.pending == NULL:
+            raise MemoryError
+        self.num_buffers = self.first + len(channels) + 1
+        self.synchronous = self.num_buffers + len(channels) + 1
+        self.oldest, self.newest = self.synchronous + len(channels) + 1, self.synchronous + 2 * (len(channels) + 1)
+        for c, (peer, tag, num_bytes, buffers, synchronous) in enumerate(channels):
+            self.first[c], self.num_buffers[c], self.synchronous[c] = at, buffers, synchronous
+            self.receives.append((peer, tag))
+            memory = np.empty((2 * buffers, -(-num_bytes // 64) * 64), np.uint8)
+            for i in range(2 * buffers):
+                self.owner[at] = c
+                self.address[at] = <char *><uintptr_t>memory[i].ctypes.data
+                self.buffers.append(memoryview(memory[i]))
+                if i < buffers:
+                    self.requests.append(comm.Recv_init([self.buffers[at], MPI.BYTE], peer, tag))
+                    self.requests[at].Start()
+                    self.pending[at] = True
+                else:
+                    self.requests.append(MPI.REQUEST_NULL)
+                at += 1
+        self.first[len(channels)] = at
+        _open.add(self)
+
+    def __dealloc__(self):
+        free(self.owner)
+        free(self.first)
+        free(self.address)
+        free(self.pending)
+
+    cdef int progress(self) except -1:
+        from mpi4py import MPI
+
+        cdef int i
+        try:
+            done = self.test(self.requests)
+        except MPI.Exception as error:
+            raise BackendError(f"MPI: a message between nodes failed ({error}); restart the job", "MPI",
+                               error.Get_error_class()) from error
+        if not done:
+            return 0
+        for i in done:
+            self.pending[i] = False
+        return len(done)
+
+    cdef char *arrived(self, int channel) except? NULL:
+        cdef int at = self.first[channel] + self.oldest[channel]
+        return NULL if self.pending[at] else self.address[at]
+
+    cdef int release(self, int channel) except -1:
+        cdef int at = self.first[channel] + self.oldest[channel]
+        self.pending[at] = True
+        self.oldest[channel] = (self.oldest[channel] + 1) % self.num_buffers[channel]
+        self.requests[at].Start()
+        return 0
+
+    cdef char *room(self, int channel) except? NULL:
+        cdef int at = self.first[channel] + self.num_buffers[channel] + self.newest[channel]
+        return NULL if self.pending[at] else self.address[at]
+
+    cdef int send(self, int channel, int64_t num_bytes) except -1:
+        from mpi4py import MPI
+
+        cdef int at = self.first[channel] + self.num_buffers[channel] + self.newest[channel]
+        peer, tag = self.receives[channel]
+        send = self.comm.Issend if self.synchronous[channel] else self.comm.Isend
+        self.requests[at] = send([self.buffers[at][:num_bytes], MPI.BYTE], peer, tag)
+        self.pending[at] = True
+        self.newest[channel] = (self.newest[channel] + 1) % self.num_buffers[channel]
+        self.bytes_sent += num_bytes
+        return 0
+
+    cdef bint has_sent(self, int channel) noexcept:
+        cdef int i, at = self.first[channel] + self.num_buffers[channel]
+        for i in range(self.num_buffers[channel]):
+            if self.pending[at + i]:
+                return False
+        return True
+
+    def close(self, together):
+        from mpi4py import MPI
+
+        cdef int i
+        if MPI.Is_finalized():
+            return
+        for i, request in enumerate(self.requests):
+            # A message that nobody takes any more is left alone: to cancel a send is no longer in MPI's standard.
+            if i >= self.first[self.owner[i]] + self.num_buffers[self.owner[i]]:
+                continue
+            if self.pending[i]:
+                request.Cancel()
+                if together:
+                    request.Wait()
+            if together:
+                request.Free()
+        if together:
+            self.comm.Free()
+            _open.discard(self)

@@ -1,0 +1,190 @@
+"""Several nodes: ranks that refuse, disagree, come late or are lost; everybody is told, and reset() mends it."""
+
+import os
+import re
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import epcy
+from mpi.cases import BFLOAT16, check_dispatch, draw, raised, to_expert_0, works
+from parallel import ROOT, launch
+
+pytestmark = pytest.mark.host_only("the nvshmem backend has no path between nodes")
+
+
+@pytest.fixture(params=["hierarchical", "direct"])
+def nodes_of(request, comm, make_buffer):
+    """A function that makes a Buffer over two virtual nodes, or one more."""
+    peers = max(1, comm.size // 2)
+    if comm.size == 1 or comm.size % peers:
+        pytest.skip("two nodes of one size")
+    return lambda **options: make_buffer(num_max_nvl_peers=peers, path=request.param, **options)
+
+
+def test_nodes_of_different_sizes(comm, make_buffer):
+    peers = comm.size - 1
+    if comm.size < 3:
+        pytest.skip("three ranks")
+    for path in (None, "hierarchical"):
+        error = raised(lambda: make_buffer(num_max_nvl_peers=peers, path=path))  # noqa: B023
+        assert type(error) is epcy.ArgumentError and str(error).startswith("num_max_nvl_peers: "), repr(error)
+        for text in (f"{peers} in node 0, 1 in node 1", f"rank {comm.rank}", "path='direct'"):
+            assert text in str(error)
+    works(make_buffer(num_max_nvl_peers=peers, path="direct"))
+
+
+@pytest.mark.parametrize(
+    "name, here, there",
+    [("path", "direct", "hierarchical"), ("num_max_nvl_peers", 1, 2), ("node_chunk_tokens", 2, 3)],
+)
+def test_ranks_that_disagree(comm, make_buffer, name, here, there):
+    if comm.size == 1:
+        pytest.skip("two ranks")
+    last = comm.size - 1
+    error = raised(lambda: make_buffer(**{name: there if comm.rank == last else here}))
+    assert type(error) is epcy.MismatchError and str(error).startswith(f"{name}: "), repr(error)
+    assert f"rank 0: {here!r}" in str(error) and f"rank {last}: {there!r}" in str(error)
+
+
+@pytest.mark.parametrize("culprit", ["first", "last"])
+def test_a_rank_that_refuses(comm, nodes_of, culprit):
+    buf = nodes_of(timeout=20)
+    who = 0 if culprit == "first" else comm.size - 1
+    for wrong, kind in ((lambda x, i: (x, i + 4 * comm.size), epcy.ArgumentError),
+                        (lambda x, i: (np.ones((17, 512), BFLOAT16), np.zeros((17, 2), np.int64)), epcy.CapacityError),
+                        (lambda x, i: (x[:, :8], i), epcy.ArgumentError)):  # fmt: skip
+        given = to_expert_0(buf, 4)
+        given = wrong(*given) if comm.rank == who else given
+        start = time.monotonic()
+        error = raised(lambda: buf.dispatch(*given))  # noqa: B023
+        assert time.monotonic() - start < 5
+        assert type(error) is (kind if comm.rank == who else epcy.PeerError), repr(error)
+        if comm.rank != who:
+            assert error.ranks == (who,) and f"rank {who} refused dispatch" in str(error)
+        works(buf)
+    # One whose host does not wait hears of it later, and nothing came.
+    given = to_expert_0(buf, 4)
+    error = raised(lambda: buf.dispatch(*given, num_worst_tokens="x" if comm.rank == who else 16))
+    if comm.rank != who:
+        assert error is None and type(raised(buf.check)) is epcy.PeerError
+    works(buf)
+
+
+def test_ranks_in_different_calls(comm, nodes_of):
+    buf = nodes_of(timeout=20)
+    r, _ = check_dispatch(buf, draw(1, comm.size, 4, num_experts=4 * comm.size))
+    x, idx = to_expert_0(buf, 2)
+    last = comm.rank == comm.size - 1
+    for call in (lambda: buf.combine(r.recv_x, r.handle) if last else buf.dispatch(x, idx),
+                 lambda: buf.barrier() if last else buf.dispatch(x, idx),
+                 lambda: buf.dispatch(x.astype(np.float16) if last else x, idx),
+                 lambda: buf.dispatch(x, idx, layout="expert" if last else "rank")):  # fmt: skip
+        error = raised(call)
+        assert type(error) is epcy.MismatchError, repr(error)
+        works(buf)
+
+
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+@pytest.mark.parametrize("phase", ["arrival", "data", "completion"])
+def test_a_late_rank(comm, nodes_of, operation, phase):
+    last, call = comm.size - 1, 2 if operation == "dispatch" else 1
+    buf = nodes_of(
+        timeout=20, faults=f"late:rank={last},operation={operation},phase={phase},call={call},ms=900"
+    )
+    sent = draw(2, comm.size, 9, num_experts=4 * comm.size, unused=0)
+    r, _ = check_dispatch(buf, sent)
+    comm.Barrier()
+    x = sent.xs[comm.rank]
+    if operation == "dispatch":
+        error = raised(lambda: buf.dispatch(x, sent.idxs[comm.rank], timeout=0.3))
+    else:
+        error = raised(lambda: buf.combine(r.recv_x, r.handle, timeout=0.3))
+    nodes = buf.topology.node_of_rank
+    if comm.rank != last or phase != "completion":  # the others had done all that the last one waits for
+        assert type(error) is epcy.PeerTimeoutError, repr(error)
+        assert not buf
+    if comm.rank != last:
+        assert re.search(rf"\(pid \d+, node {nodes[error.ranks[0]]}\)", str(error)), error
+        assert error.phase in {"arrival": ["arrival"], "data": ["forward", "completion"]}.get(
+            phase, ["completion"]
+        )
+        if phase != "data":  # there they may wait for one that waits for the last one
+            assert error.ranks == (last,) or "gave up" in str(error), error
+    comm.Barrier()
+    buf.reset()
+    works(buf)
+
+
+def test_delays_everywhere(comm, nodes_of):
+    buf = nodes_of(faults="delay:ms=1,seed=5,every=2", timeout=20, node_chunk_tokens=2, num_node_buffers=1)
+    for turn in range(3):
+        works(buf, turn)
+        buf.reset()
+
+
+def test_an_interrupt_in_mid_call(comm, nodes_of):
+    last = comm.size - 1
+    fault = f"late:rank={last},operation=dispatch,phase=data,call=2,ms=600"
+    buf = nodes_of(timeout=20, faults=fault)
+    works(buf)
+    handler = signal.getsignal(signal.SIGINT)
+    x, idx = to_expert_0(buf, 4)
+    error, start = None, time.monotonic()
+    comm.Barrier()
+    if comm.rank == 0:
+        threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        buf.dispatch(x, idx)
+    except (KeyboardInterrupt, epcy.EpcyError) as caught:
+        error = caught
+    signal.signal(signal.SIGINT, handler)
+    assert time.monotonic() - start < 3
+    assert isinstance(error, KeyboardInterrupt if comm.rank == 0 else epcy.PeerTimeoutError), repr(error)
+    assert comm.rank == 0 or "rank 0 gave up" in str(error) or "gave up" in str(error)
+    comm.Barrier()
+    buf.reset()
+    works(buf)
+
+
+# ---- jobs of their own
+
+
+def job(name, num_ranks, *args, env=None, options=()):
+    return launch(num_ranks, ["tests/mpi/nodes_jobs.py", name, *args], timeout=60, options=options,
+                  env={"PYTHONPATH": str(ROOT), **(env or {})})  # fmt: skip
+
+
+@pytest.fixture
+def one_rank(comm):
+    if comm.size > 1:
+        pytest.skip("a job of its own: run with one rank")
+
+
+@pytest.mark.parametrize("path", ["hierarchical", "direct"])
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+def test_a_rank_lost_in_mid_call(one_rank, operation, path):
+    done = job("lost", 4, operation, path, options=("-disable-auto-cleanup",))
+    told = done.stdout + done.stderr
+    for rank in range(3):
+        line = next((one for one in done.stdout.splitlines() if one.startswith(f"rank {rank}: ")), told)
+        assert re.search(r"PeerTimeoutError ranks=\(3,\) phase=(forward|completion) ", line), told
+        assert (
+            re.search(r"rank 3 \(pid \d+, node 1\)", line) and float(re.search(r" ([\d.]+) s: ", line)[1]) < 3
+        ), line
+        assert f"rank {rank} left" in told
+    assert "phase=forward" in told, told
+
+
+@pytest.mark.parametrize("path", ["hierarchical", "direct"])
+@pytest.mark.parametrize("num_ranks", [4, 6])
+def test_nodes_whose_ranks_are_not_in_a_row(one_rank, num_ranks, path):
+    """MPICH takes odd and even ranks for two machines: what Split_type says is what counts."""
+    done = job("works", num_ranks, path, env={"MPIR_CVAR_ODD_EVEN_CLIQUES": "1"})
+    if "1 node\n" in done.stdout:
+        pytest.skip("this MPI library does not split a machine")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{num_ranks} ranks on 2 nodes" in done.stdout and "ranks 0, 2" in done.stdout, done.stdout
