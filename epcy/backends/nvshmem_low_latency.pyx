@@ -473,8 +473,9 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         cdef CudaEvent event
         cdef int previous = 0
         if self.put_wire.bytes:
-            raise NotSupportedError(f"rank: expected none to be masked where puts carry low-latency calls, which need all "
-                                    f"ranks, got {rank} (rank {self.rank}); masks are for ranks that NVLink reaches")
+            raise NotSupportedError("rank: expected none to be masked where puts carry low-latency calls, which need "
+                                    f"all ranks, got {rank} (rank {self.rank}); masks are for ranks that NVLink "
+                                    "reaches")
         if bool(self.mask_bits() & bit) == masked:
             return
         if masked:
