@@ -322,6 +322,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                 call.x = self.aligned(call, call.x)
             block = self.take_block(call)
             stream = self.begin(call, &capturing)
+            if self.counters is not None and not capturing:
+                self.counters.enter(OP_DISPATCH)
             self.step_of(LOW_LATENCY_DISPATCH, hook)
             handle = self.make_low_latency_handle(call, block)
             if self.checks and not hook:
@@ -412,6 +414,8 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             if <uintptr_t>call.x.data % 16:
                 call.x = self.aligned(call, call.x)
             stream = self.begin(call, &capturing)
+            if self.counters is not None and not capturing:
+                self.counters.enter(OP_COMBINE)
             step = self.step_of(LOW_LATENCY_COMBINE, hook)
             self.low_latency.sent(LOW_LATENCY_COMBINE)
             self.launch_combine(call, step, EPCY_LOW_LATENCY_SEND if hook
