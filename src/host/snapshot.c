@@ -10,7 +10,7 @@
 
 typedef struct snapshot {
   uint64_t words[EPCY_NUM_WORDS];
-  uint64_t without; /* whether, and until which call, the sender goes on without the receiver */
+  uint64_t without;   /* whether, and until which call, the sender goes on without the receiver */
   epcy_status status; /* since_ns: for how long, since clocks differ between machines */
   epcy_heard said;
   int32_t num_records;
