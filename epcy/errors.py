@@ -83,7 +83,8 @@ class PeerTimeoutError(PeerError, TimeoutError):
         The ranks that were waited for.
     phase : str
         What was waited for: "arrival" (the rank has not entered the call), "completion" (it has not finished),
-        "reset", or in the constructor "bootstrap".
+        "receipt", "forward", "reset", or in the constructor "bootstrap"; on nvshmem also "counts", "starts", "data" and
+        "acknowledgement". docs/errors.md says what each means.
     epoch : int
         The number of the call on this Buffer; 0 in the constructor.
     """

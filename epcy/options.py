@@ -66,8 +66,8 @@ OPTIONS: tuple[Option, ...] = (
            env="EPCY_NUM_MAX_LOW_LATENCY_TOKENS_PER_RANK", minimum=1, maximum=2**24),
     Option("allow_nvlink_for_low_latency_mode", "bool", "Let low-latency calls move data over NVLink by "
            "plain stores; otherwise everything goes by NVSHMEM's put with signal, the path of RDMA, also inside a node "
-           "(nvshmem; it takes memory for mirrors of the other ranks). The host backend always moves it through shared "
-           "memory.",
+           "(nvshmem; it takes memory for mirrors of the other ranks). The host backend takes shared memory, and "
+           "messages between nodes, whatever this says.",
            default=True, env="EPCY_ALLOW_NVLINK_FOR_LOW_LATENCY_MODE"),
     Option("num_max_nvl_peers", "int", "The most ranks of one node, which is what NVLink joins. By default all of a "
            "machine; with fewer it holds several virtual nodes, as `Buffer.topology` tells. The host backend then "
@@ -99,8 +99,8 @@ OPTIONS: tuple[Option, ...] = (
            "rank, bad ids (low latency: at once), writes past the ends of the Buffer's regions (canaries), rows that "
            "were announced and did not come; rows that nobody wrote are NaN. Costs time and touches all memory.",
            default=False, env="EPCY_CHECK"),
-    Option("faults", "str", "Faults on purpose, to try a job against them: `epcy.faults` describes them. Host backend; "
-           "on nvshmem those before a call.", env="EPCY_FAULTS", compared=False),
+    Option("faults", "str", "Faults on purpose, to try a job against them: `epcy.faults` describes them. Not all "
+           "of them are possible on nvshmem (docs/errors.md).", env="EPCY_FAULTS", compared=False),
     Option("num_sms", "int", "How much of the machine a call may use: threads a rank on the host backend (default 1), "
            "multiprocessors on nvshmem (default 16 for dispatch on two ranks, 24 for combine). Where `python -m epcy "
            "tune` or `calibrate` has measured the machine, the default is theirs.",

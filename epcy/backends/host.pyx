@@ -1,6 +1,6 @@
 # cython: boundscheck=False, wraparound=False
 # distutils: libraries = epcy_host
-"""The host backend: dispatch and combine between ranks of one machine over an MPI shared-memory window.
+"""The host backend: dispatch and combine between ranks of one node over an MPI shared-memory window.
 
 A call is one step of the epoch on every rank: `begin` a record, `arrive` (publish it, wait for everybody's, compare),
 move the data, `finish` (say so, wait for everybody). The base classes are the steps (host_epoch.pyx), the waits

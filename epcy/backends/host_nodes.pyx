@@ -32,7 +32,7 @@ cdef int64_t EAGER_BYTES = 8192         # of messages that surely leave without 
 
 cdef class HostNodes(HostLowLatencyBackend):
     def __init__(self, topology, comm, dict shape, dict options, list identities, object token):
-        """Collective, blocking, over the ranks of any number of nodes of one size."""
+        """Collective, blocking, over the ranks of any number of nodes; on the hierarchical path of one size."""
         cdef int size = comm.size
         self.topology = topology
         self.groups = <int32_t *>calloc(2 * size, sizeof(int32_t))
@@ -286,7 +286,7 @@ cdef class HostNodes(HostLowLatencyBackend):
         HostEpoch.reset(self)
 
     def waits_there(self, HostWaits first, int rank):
-        if self.network is not None and not self.broken:
+        if self.network is not None and not self.broken and not self.leaving:
             self.pump()
         return HostEpoch.waits_there(self, first, rank)
 

@@ -12,7 +12,6 @@ cdef class Network:
     """
 
     cdef readonly str name
-    cdef int64_t bytes_sent
 
     cdef int progress(self) except -1
     cdef char *arrived(self, int channel) except? NULL

@@ -129,7 +129,6 @@ cdef class MpiNetwork(Network):
         self.requests[at] = send([self.buffers[at][:num_bytes], MPI.BYTE], peer, tag)
         self.pending[at] = True
         self.newest[channel] = (self.newest[channel] + 1) % self.num_buffers[channel]
-        self.bytes_sent += num_bytes
         return 0
 
     cdef bint has_sent(self, int channel) noexcept:

@@ -29,7 +29,6 @@ from epcy.bench.arguments import Arguments
 from epcy.bench.workload import BUFFER_DTYPES, Shape, draw_inputs
 
 BASELINE = "mpi4py Alltoallv"
-LOW_LATENCY = hasattr(epcy.Buffer, "low_latency_dispatch")
 
 
 def measure_line(
@@ -107,9 +106,7 @@ def refuse_what_is_missing(given: Arguments, backend: str) -> None:
     """Raise NotSupportedError for what this build or this backend does not have."""
     if given.predict:
         prediction.refuse_what_has_none(given)
-    if given.mode == "ll" and not LOW_LATENCY:
-        raise epcy.NotSupportedError("--mode ll: low-latency calls are not there yet; leave --mode out (ht)")
-    if backend == "host" and (given.graph or given.suite == "figures"):
+    if backend == "host" and (given.graph or (given.suite or "").startswith("figures")):
         option = "--graph" if given.graph else "--suite"
         raise epcy.NotSupportedError(
             f"{option}: CUDA graphs need the nvshmem backend, and this run is on host; leave {option} out"

@@ -5,8 +5,8 @@ A run on a GPU, all on the current stream:
     barrier | load data | write 256 MB (L2 is full of dirty lines) | barrier | spin 100 us | event | calls | event
 
 A barrier is a kernel, so ranks begin within a few microseconds of each other whatever their hosts do, and the spin
-hides the launch of the calls. Low latency leaves the flush out, and eager low latency the spin too: there the host's
-part of a call counts.
+hides the launch of the calls; where products are launched too (overlap), it is as long as that takes. Low latency
+leaves the flush out, and eager low latency the spin too: there the host's part of a call counts.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ typedef struct epcy_put {
   int32_t pe[EPCY_MAX_RANKS]; /* and the rank itself */
   uint32_t far;               /* ranks that are reached by puts, as bits */
   int32_t kind;               /* enum epcy_low_latency_kind */
-  const float *topk_weights;  /* NULL, or (T, K): given to a combine */
+  const float *topk_weights;  /* (T, K): given to a combine; NULL: the handle's */
 } epcy_put;
 
 /* The far ranks' bases become their mirrors. */

@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(kThreads) exchange_weights(const __grid_consta
   const epcy_low_latency_call &c = a.call;
   const Puts puts = {a, s};
   const int r = blockIdx.x, K = c.num_topk, num_lanes = c.num_tokens * K;
+  const float *weights = a.topk_weights ? a.topk_weights : c.handle.lane_weights; // NULL: to be renormalized
   if (!puts.is_far(r)) return;
   bool ok = !s.is_broken();
   if (ok && threadIdx.x < 32) ok = s.wait_for_acks(s.look_for_acks());
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) exchange_weights(const __grid_consta
   uint64_t *words = s.weights(r, c.rank, 0);
   for (int i = threadIdx.x; i < num_lanes; i += kThreads) {
     const uint32_t lane = load_early(c.handle.lanes + i);
-    if (lane != kNowhere && (int)(lane & 255) == r) store_word(words + i, s.word(__float_as_uint(a.topk_weights[i])));
+    if (lane != kNowhere && (int)(lane & 255) == r) store_word(words + i, s.word(__float_as_uint(weights[i])));
   }
   if (threadIdx.x == 0) store_words(s.header(r, c.rank), s.word(c.num_tokens), s.word(c.header));
   __threadfence_system(); // whoever carries them out reads them from memory

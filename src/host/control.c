@@ -94,7 +94,7 @@ void epcy_host_copy_word(epcy_host *h, int64_t rank, int word, uint64_t value) {
   atomic_store_explicit(word_at(h, rank, word), value, memory_order_release);
 }
 
-static int64_t now_ns(void) {
+int64_t epcy_now_ns(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
@@ -130,7 +130,7 @@ static void measure_phase(epcy_host *h, int op, int left, int entered, int64_t n
 }
 
 void epcy_host_phase(epcy_host *h, int op, int phase) {
-  const int64_t now = now_ns();
+  const int64_t now = epcy_now_ns();
   epcy_status *status = epcy_host_status(h, h->rank);
   if (h->meter) measure_phase(h, op, status->phase, phase, now);
   write_status(status, op, phase, h->epoch, now);
@@ -138,11 +138,11 @@ void epcy_host_phase(epcy_host *h, int op, int phase) {
 }
 
 void epcy_host_open_call(epcy_host *h, int op) {
-  if (h->meter) epcy_meter_begin(h->meter, op, h->epoch + 1, now_ns());
+  if (h->meter) epcy_meter_begin(h->meter, op, h->epoch + 1, epcy_now_ns());
 }
 
 void epcy_host_span(epcy_host *h, int span) {
-  if (h->meter) epcy_meter_span(h->meter, span, now_ns());
+  if (h->meter) epcy_meter_span(h->meter, span, epcy_now_ns());
 }
 
 static inline void pause_core(void) {
@@ -166,14 +166,14 @@ enum { YIELD_NS = 30000, SLEEP_NS = 20000000 };
 
 int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_ns) {
   const int64_t num_ranks = h->shape.num_ranks;
-  const int64_t start = now_ns(), spin_ns = (int64_t)(h->spin_us * 1000.0);
+  const int64_t start = epcy_now_ns(), spin_ns = (int64_t)(h->spin_us * 1000.0);
   int64_t next = 0, elapsed = 0; /* ranks before `next` are known to have come */
   int64_t since = start;         /* when this rank began to wait for `next` */
   for (int64_t turn = 1;; turn++) {
     const int64_t late = next;
     while (next < num_ranks && (epcy_host_word(h, next, word) >= value || h->masked[next])) next++;
     if (h->meter && turn > 1 && next > late) {
-      const int64_t now = now_ns();
+      const int64_t now = epcy_now_ns();
       epcy_meter_waited(h->meter, late, now - since);
       since = now;
     }
@@ -190,7 +190,7 @@ int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_n
       epcy_bell_end(bell);
     }
     if (word != EPCY_WORD_RESET && any_broken(h, value)) return EPCY_WAIT_BROKEN;
-    elapsed = now_ns() - start;
+    elapsed = epcy_now_ns() - start;
     if (elapsed > slice_ns) {
       if (h->meter) epcy_meter_waited(h->meter, next, start + elapsed - since);
       return EPCY_WAIT_PENDING;

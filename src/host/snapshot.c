@@ -10,8 +10,8 @@
 
 typedef struct snapshot {
   uint64_t words[EPCY_NUM_WORDS];
-  uint64_t without; /* whether, and until which call, the sender goes on without the receiver */
-  epcy_status status;
+  uint64_t without;   /* whether, and until which call, the sender goes on without the receiver */
+  epcy_status status; /* since_ns: for how long, since clocks differ between machines */
   epcy_heard said;
   int32_t num_records;
 } snapshot;
@@ -31,6 +31,7 @@ int64_t epcy_snapshot_take(const epcy_host *h, int64_t rank, uint32_t leaving, u
   memcpy(s->words, now.words, sizeof s->words);
   s->without = now.without;
   s->status = *epcy_host_status(h, h->rank);
+  s->status.since_ns = epcy_now_ns() - s->status.since_ns;
   if (now.words[EPCY_WORD_DONE] >= s->status.epoch) s->status.phase = EPCY_PHASE_IDLE; /* it only waits for others */
   s->said = (epcy_heard){leaving, asked, heard->asked};
   char *at = to + header_bytes();
@@ -52,7 +53,9 @@ void epcy_snapshot_apply(epcy_host *h, int64_t rank, const char *from, epcy_hear
   const char *at = from + header_bytes();
   for (int i = 0; i < s->num_records; i++, at += epcy_record_bytes(&h->shape))
     memcpy(epcy_host_record(h, rank, ((const epcy_record *)at)->epoch), at, (size_t)epcy_record_bytes(&h->shape));
-  *epcy_host_status(h, rank) = s->status;
+  epcy_status *status = epcy_host_status(h, rank);
+  *status = s->status;
+  status->since_ns = epcy_now_ns() - s->status.since_ns;
   __atomic_store_n(epcy_host_without(h, rank) + h->rank, s->without, __ATOMIC_RELEASE);
   for (int w = 0; w < EPCY_NUM_WORDS; w++) {
     /* Who goes on without this rank does not wait for it to listen, so it may be anywhere by now: it is in the way of
