@@ -7,6 +7,7 @@ at other ranks' words and records (the base classes) looks at these copies, so t
 those of one node. What remains is to send this rank's words when they change, and to let messages come while it waits.
 """
 
+import threading
 import time
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -286,7 +287,9 @@ cdef class HostNodes(HostLowLatencyBackend):
         HostEpoch.reset(self)
 
     def waits_there(self, HostWaits first, int rank):
-        if self.network is not None and not self.broken and not self.leaving:
+        # MPI lets other threads run, one of which may use this Buffer and its network: then this is left undone.
+        if self.network is not None and not self.broken and not self.leaving and not self.in_call \
+                and threading.active_count() == 1:
             self.pump()
         return HostEpoch.waits_there(self, first, rank)
 

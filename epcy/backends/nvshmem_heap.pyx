@@ -57,6 +57,9 @@ cdef class NvshmemHeap(Backend):
             if self.faults is not None and self.faults.is_full():
                 error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {self.heap_layout.bytes} bytes; there is "
                                   "no room, says EPCY_FAULTS (full); give fewer num_max_tokens_per_rank")
+            elif self.masks_late and self.put_wire.bytes:
+                error = NotSupportedError("on_timeout: expected 'raise' where puts carry low-latency calls, which "
+                                          f"need all ranks, got 'mask' (rank {self.rank}); leave on_timeout out")
             elif self.heap_layout.bytes > free_bytes:
                 error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {self.heap_layout.bytes} bytes, GPU "
                                   f"{self.device} has {free_bytes} free; give fewer num_max_tokens_per_rank or "
@@ -76,7 +79,7 @@ cdef class NvshmemHeap(Backend):
             self.peers.rank, self.peers.report = self.rank, self.mapped.device_report
             self.peers.timeout_ns = <int64_t>(self.timeout * 1e9)
             self.peers.num_local = <int32_t>epcy_num_local_experts(&self.shape)
-            self.peers.goes_on = self.masks_late and not self.put_wire.bytes
+            self.peers.goes_on = self.masks_late
             check(epcy_cuda_stream(<void **>&self.own_stream), "cudaStreamCreate")
             check(epcy_cuda_load(), "loading kernels")
             if self.meter is not None:

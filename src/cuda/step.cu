@@ -67,7 +67,9 @@ __global__ void __launch_bounds__(32, 1) reset_all(const __grid_constant__ epcy_
       if (!ok) {
         p.report->phase = EPCY_CUDA_RESET, p.report->peer = r, p.report->epoch = mine;
         p.report->expected = (uint64_t)round << 32, p.report->seen = seen;
-        p.report->timeout_ns = p.timeout_ns, p.report->expired = 1;
+        p.report->timeout_ns = p.timeout_ns;
+        __threadfence_system();
+        *(volatile uint32_t *)&p.report->expired = 1;
       }
     }
     ok = __all_sync(~0u, ok);
