@@ -56,6 +56,11 @@ __global__ void __launch_bounds__(kBlock) send_record(const __grid_constant__ ep
   const int64_t bytes = EPCY_NODES_RECORD_BYTES + ((a.parts & EPCY_NODES_IDS) != 0) * each +
                         ((a.parts & EPCY_NODES_WEIGHTS) != 0) * each;
   const char *from = s.own() + s.record_at(s.me);
+  if (threadIdx.x == 0) { // for waits of low-latency calls, which look whether this rank is in another one: elsewhere.cuh
+    uint64_t *header = s.header(s.me, s.me);
+    if (s.is_near(r)) store_word(s.header(r, s.me), s.word(a.header));
+    else put_word((uint64_t *)(a.map.name[r] + ((char *)header - s.own())), s.word(a.header), a.map.pe[r]);
+  }
   if (!s.is_near(r)) {
     char *const name = a.map.name[r];
     put_block(name + s.record_at(s.me), from, bytes, (uint64_t *)(name + s.announced_at(s.me)), s.word(1), a.map.pe[r]);
@@ -97,6 +102,7 @@ __global__ void __launch_bounds__(256) end_call(const __grid_constant__ epcy_nod
     return;
   }
   for (int b = threadIdx.x; b < EPCY_MAX_BLOCKS; b += 256) s.local()->epoch[b] = s.epoch;
+  if (threadIdx.x == 0) put_fence(); // nothing of a later call overtakes what is under way of this one
   // A dispatch that places rows has told the host long before.
   if (threadIdx.x == 0 && !s.places_rows() && (s.p.ticket || !(is_step && refuses))) s.tell_verdict(s.me, verdict);
   if (threadIdx.x < 32) {
@@ -131,6 +137,7 @@ __global__ void __launch_bounds__(32) reset_ranks(const __grid_constant__ epcy_n
   const bool again = (uint32_t)(load_word(words + me) >> 32) == round;
   const bool settled = again && (uint32_t)(load_word(words + R + me) >> 32) == round;
   const uint32_t mine = again ? (uint32_t)load_word(words + me) : most;
+  const bool meets = r < R && !(local->masked >> r & 1); // a lane a rank that takes part
   if (r == 0) put_fence(); // the words that say that this rank has left come before
   __syncwarp();
   bool ok = true;
@@ -141,12 +148,15 @@ __global__ void __launch_bounds__(32) reset_ranks(const __grid_constant__ epcy_n
       const int at = half * R + me;
       if (a.map.near_ranks >> r & 1) store_word_release((uint64_t *)(p.base[r] + p.control.resets) + at, said);
       else put_word((uint64_t *)(a.map.name[r] + p.control.resets) + at, said, a.map.pe[r]);
+    }
+    if (meets) {
       const uint64_t start = global_time_ns();
       while ((int32_t)((uint32_t)((seen = load_word_acquire(words + half * R + r)) >> 32) - round) < 0 && ok)
         ok = global_time_ns() - start < (uint64_t)p.timeout_ns;
       if (!ok) {
         p.report->phase = EPCY_CUDA_RESET, p.report->peer = r, p.report->epoch = mine;
-        p.report->expected = (uint64_t)round << 32, p.report->seen = seen, p.report->expired = 1;
+        p.report->expected = (uint64_t)round << 32, p.report->seen = seen;
+        p.report->timeout_ns = p.timeout_ns, p.report->expired = 1;
       }
     }
     ok = __all_sync(~0u, ok);
@@ -154,10 +164,10 @@ __global__ void __launch_bounds__(32) reset_ranks(const __grid_constant__ epcy_n
     if (settled) {
       if (r == 0) local->broken = 0;
     } else { // the furthest, modulo 2^32
-      const uint32_t epoch = mine + 2 + (uint32_t)__reduce_max_sync(~0u, r < R ? (int32_t)((uint32_t)seen - mine) : INT32_MIN);
+      const uint32_t epoch = mine + 2 + (uint32_t)__reduce_max_sync(~0u, meets ? (int32_t)((uint32_t)seen - mine) : INT32_MIN);
       for (int b = r; b < EPCY_MAX_BLOCKS; b += 32) local->epoch[b] = epoch;
       if (r == 0) local->broken = 0, local->blocks_met = 0;
-      if (r < R) ((uint32_t *)(own + p.control.left))[r] = 0; // all have come
+      if (meets) ((uint32_t *)(own + p.control.left))[r] = 0; // all have come
       if (wire.bytes) {
         for (int i = r; i < 2 * EPCY_LOW_LATENCY_MAX_BLOCKS; i += 32) (&low->epoch[0][0])[i] = epoch;
         for (int i = r; i < 2 * R; i += 32) store_word((uint64_t *)(own + wire.acks) + i, epoch);
