@@ -206,14 +206,13 @@ cdef class Buffer(HighThroughputCalls):
     def _warm(self):
         self._backend.touch()
         with nullcontext() if self.xp is np else self.xp.cuda.Device(self.options["device"]):
-            if self._backend.no_dispatch is None:
-                x, idx, weights = self.warm_tokens(self._num_max_tokens)
-                for layout in ("rank", "expert"):
-                    r = self.dispatch(x, idx, weights, layout=layout)
-                    self.combine(r.recv_x, r.handle, r.recv_topk_weights if layout == "rank" else weights)
-                    self.dispatch(x, handle=r.handle)
-                scales = self.xp.ones((len(x), epcy_num_scales(self._hidden)), np.float32)
-                self.dispatch((self.xp.zeros(x.shape, np.uint8), scales), idx)
+            x, idx, weights = self.warm_tokens(self._num_max_tokens)
+            for layout in ("rank", "expert"):
+                r = self.dispatch(x, idx, weights, layout=layout)
+                self.combine(r.recv_x, r.handle, r.recv_topk_weights if layout == "rank" else weights)
+                self.dispatch(x, handle=r.handle)
+            scales = self.xp.ones((len(x), epcy_num_scales(self._hidden)), np.float32)
+            self.dispatch((self.xp.zeros(x.shape, np.uint8), scales), idx)
             if self._backend.low_latency is not None:
                 x, idx, weights = self.warm_tokens(self._shape["num_low_latency_tokens"])
                 self.warm_low_latency(x, idx, weights)
@@ -244,6 +243,12 @@ cdef class Buffer(HighThroughputCalls):
         self.enter("_peer_address")
         self._busy = False
         return self._backend.peer_address(rank)
+
+    def _put_rows(self, rank, num_rows, num_blocks, stream):
+        """Put rows to a rank of another node by NVSHMEM's own put alone. Local, stream-ordered."""
+        self.enter("_put_rows")
+        self._busy = False
+        return self._backend.put_rows(rank, num_rows, num_blocks, self._checker.stream_pointer(stream))
 
     # ---- life -----------------------------------------------------------------------------------------------
 

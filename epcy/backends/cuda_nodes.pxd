@@ -89,3 +89,5 @@ cdef extern from "epcy/put_nodes.h" nogil:
     int epcy_nodes_launch_end(const epcy_nodes_call *call, void *stream)
     int epcy_nodes_launch_leave(const epcy_nodes_call *call, void *stream)
     int epcy_nodes_launch_reset(const epcy_nodes_call *call, const void *wire, uint32_t round, void *stream)
+    int epcy_put_launch_rows(char *to, const char *src, int num_rows, int64_t row_bytes, int pe, int num_blocks,
+                             void *stream)

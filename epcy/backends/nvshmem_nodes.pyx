@@ -51,7 +51,6 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
             self.memory.free()
             raise
         self.fill_map(options["path"])
-        self.no_dispatch = None
         self.transport = f"NVSHMEM put, {options['path']} path"
         if self.counters is not None:
             self.counters.beside = self.read_node_bytes
@@ -276,3 +275,10 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
         for i in range(2):
             self.meter.m.node_bytes[i] += <int64_t>int(now[i] - self.node_bytes[i])
         self.node_bytes = now
+
+    def put_rows(self, int peer, int num_rows, int num_blocks, uintptr_t stream):
+        """Put the first rows of this rank's receive area into a rank's combine area, by NVSHMEM alone."""
+        cdef char *to = self.map.name[peer] + self.heap_layout.combine[0]
+        cdef char *start = self.start + self.heap_layout.receive[0]
+        return check(epcy_put_launch_rows(to, start, num_rows, self.shape.row_bytes, self.map.pe[peer], num_blocks,
+                                          <void *>stream), "launching puts")

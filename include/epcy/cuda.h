@@ -187,11 +187,11 @@ enum epcy_cuda_phase {
   EPCY_CUDA_DATA,
   EPCY_CUDA_COMPLETION,
   EPCY_CUDA_RESET,
-  EPCY_CUDA_ACKS,     /* low latency: that a peer has received the call before the last */
-  EPCY_CUDA_LINES,    /* low latency: rows */
+  EPCY_CUDA_ACKS,      /* low latency: that a peer has received the call before the last */
+  EPCY_CUDA_LINES,     /* low latency: rows */
   EPCY_CUDA_ELSEWHERE, /* not late: a rank has come to another call; late_text has headers and epoch, as of a mismatch */
-  EPCY_CUDA_FORWARD,  /* between nodes: messages with rows */
-  EPCY_CUDA_CREDITS   /* between nodes: that messages have been worked on */
+  EPCY_CUDA_FORWARD,   /* between nodes: messages with rows */
+  EPCY_CUDA_CREDITS    /* between nodes: that messages have been worked on */
 };
 
 /* A handle's arrays on the device. Chunk c of C is the tokens from T c / C on; a call on the handle may have another

@@ -25,7 +25,7 @@
 
 typedef struct epcy_nodes_record {
   uint32_t header, limit, num_tokens, parts;
-  uint32_t num_blocks; /* that store to ranks of the own node */
+  uint32_t num_blocks;       /* that store to ranks of the own node */
   uint32_t y_at, weights_at; /* of a combine: offsets / 128 */
   uint32_t unused;
   int64_t bad[EPCY_NODES_PARTS][2]; /* a part's first bad id: which lane of all, or -1, and its value */
@@ -92,21 +92,22 @@ typedef struct epcy_nodes_routing {
   int32_t *ids;       /* [R][M][K]: every rank's, bad ones as -1 */
   int32_t *lane_rows; /* [R][M][K]: expert layout: the lane's row at its expert's rank, or -1 */
   int32_t *first;     /* [R][M]: the token's (first) row at this rank, or -1 */
-  int32_t *feed_rows; /* [G][M][P]: of the tokens of each group's rank: (first) rows at the ranks that this one passes them to */
-  int32_t *own_list;  /* [G][M]: tokens that go to a group, compact inside each channel */
-  int32_t *own_order; /* [G][M]: a token's place there, or -1 */
-  int32_t *own_count; /* [G][C] */
-  int32_t *feed_list; /* [G][M]: those that come from each group's rank */
+  int32_t *
+      feed_rows; /* [G][M][P]: of the tokens of each group's rank: (first) rows at the ranks that this one passes them to */
+  int32_t *own_list;   /* [G][M]: tokens that go to a group, compact inside each channel */
+  int32_t *own_order;  /* [G][M]: a token's place there, or -1 */
+  int32_t *own_count;  /* [G][C] */
+  int32_t *feed_list;  /* [G][M]: those that come from each group's rank */
   int32_t *feed_count; /* [G][C] */
-  int32_t *tokens;    /* [R] */
-  int32_t *counts;    /* [R][R]: tokens from a rank to another */
-  int32_t *lanes;     /* [R][E]: lanes from a rank to an expert */
+  int32_t *tokens;     /* [R] */
+  int32_t *counts;     /* [R][R]: tokens from a rank to another */
+  int32_t *lanes;      /* [R][E]: lanes from a rank to an expert */
 } epcy_nodes_routing;
 
 /* Who is where; the same in all calls of a Buffer. */
 typedef struct epcy_nodes_map {
-  char *name[EPCY_MAX_RANKS]; /* the address here by which NVSHMEM knows a rank's allocation */
-  int32_t pe[EPCY_MAX_RANKS]; /* and the rank itself */
+  char *name[EPCY_MAX_RANKS];       /* the address here by which NVSHMEM knows a rank's allocation */
+  int32_t pe[EPCY_MAX_RANKS];       /* and the rank itself */
   int32_t peer[EPCY_MAX_RANKS];     /* of each group: the rank that this one sends to and hears from */
   int32_t back[EPCY_MAX_RANKS];     /* which of that rank's groups this one belongs to */
   uint32_t members[EPCY_MAX_RANKS]; /* the group's ranks, as bits */
@@ -167,6 +168,9 @@ int epcy_nodes_launch_leave(const epcy_nodes_call *call, void *stream);
 int epcy_nodes_launch_reset(const epcy_nodes_call *call, const void *low_latency_wire, uint32_t round, void *stream);
 /* Load the kernels. */
 int epcy_nodes_load(void);
+/* NVSHMEM's own put of rows to a rank by so many blocks, and that they have come: a yardstick. */
+int epcy_put_launch_rows(char *to, const char *from, int num_rows, int64_t row_bytes, int pe, int num_blocks,
+                         void *stream);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -37,7 +37,9 @@ struct NodeCall : Step {
   EPCY_DEVICE int64_t record_at(int from) const {
     return a.wire.records + ((int64_t)set() * num_ranks + from) * a.wire.record_bytes;
   }
-  EPCY_DEVICE int64_t announced_at(int from) const { return a.wire.announced + ((int64_t)set() * num_ranks + from) * 8; }
+  EPCY_DEVICE int64_t announced_at(int from) const {
+    return a.wire.announced + ((int64_t)set() * num_ranks + from) * 8;
+  }
   EPCY_DEVICE epcy_nodes_record *record(int from) const { return (epcy_nodes_record *)(own() + record_at(from)); }
   EPCY_DEVICE int32_t *ids(int from) const { return (int32_t *)(own() + record_at(from) + EPCY_NODES_RECORD_BYTES); }
   EPCY_DEVICE static int64_t array_bytes(uint32_t tokens, int K) { return ((int64_t)tokens * K * 4 + 15) / 16 * 16; }
@@ -112,8 +114,7 @@ struct NodeCall : Step {
   // A warp: this rank has given up; ranks of its own node have been told by who found out.
   EPCY_DEVICE void tell_far_ranks() const {
     const int r = threadIdx.x & 31;
-    if (r < num_ranks && !is_near(r))
-      put_half_word((uint32_t *)(a.map.name[r] + p.control.left) + me, 1, a.map.pe[r]);
+    if (r < num_ranks && !is_near(r)) put_half_word((uint32_t *)(a.map.name[r] + p.control.left) + me, 1, a.map.pe[r]);
   }
 
   // All threads of every block, at the end of a kernel that stores to, or reads from, ranks of the own node: tell them that
@@ -229,12 +230,14 @@ struct Chunks {
   EPCY_DEVICE bool wait_arrival(int chunk) const {
     bool ok = true;
     if (threadIdx.x == 0)
-      ok = s.wait_exact(s.a.wire.flags + s.slot(group, channel, chunk) * 8, s.chunk_word(chunk), EPCY_CUDA_FORWARD, peer());
+      ok = s.wait_exact(s.a.wire.flags + s.slot(group, channel, chunk) * 8, s.chunk_word(chunk), EPCY_CUDA_FORWARD,
+                        peer());
     return !__syncthreads_or(!ok);
   }
   // One thread, when the whole block has read a chunk.
   EPCY_DEVICE void give_credit(int chunk) const {
-    put_word((uint64_t *)(s.a.map.name[peer()] + s.a.wire.credits) + there(chunk), s.chunk_word(chunk), s.a.map.pe[peer()]);
+    put_word((uint64_t *)(s.a.map.name[peer()] + s.a.wire.credits) + there(chunk), s.chunk_word(chunk),
+             s.a.map.pe[peer()]);
   }
 };
 

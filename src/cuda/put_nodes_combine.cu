@@ -33,8 +33,7 @@ template <int Dtype> __global__ void __launch_bounds__(kBlock) sum_lanes(const _
 #pragma unroll
           for (int i = 0; i < Vector<Dtype>::kElements; i++) acc[i] = __fadd_rn(acc[i], __fmul_rn(w, x[i]));
         }
-        if (at < a.row_bytes)
-          *(uint4 *)(s.own() + a.y_offset + head * a.row_bytes + at) = Vector<Dtype>::round(acc);
+        if (at < a.row_bytes) *(uint4 *)(s.own() + a.y_offset + head * a.row_bytes + at) = Vector<Dtype>::round(acc);
       }
     }
   }
@@ -68,8 +67,7 @@ EPCY_DEVICE float weight_of(const NodeCall &s, int r, int64_t row, int k) {
 }
 
 // A whole warp: the sum of rows of the own node, which lanes know by rank, from +0. False: there is none.
-template <int Dtype>
-EPCY_DEVICE void sum_near(unsigned who, const char *mine, int64_t at, bool has, float *acc) {
+template <int Dtype> EPCY_DEVICE void sum_near(unsigned who, const char *mine, int64_t at, bool has, float *acc) {
 #pragma unroll 1
   for (unsigned left = who; left; left &= left - 1) {
     const char *row = (const char *)__shfl_sync(~0u, (unsigned long long)mine, __ffs(left) - 1);
@@ -161,7 +159,8 @@ template <int Dtype> struct Taker {
   }
   EPCY_DEVICE bool channel(int c) const {
     const int warp = threadIdx.x >> 5, G = a.wire.num_groups, N = a.wire.chunk_tokens;
-    const int begin = part_of(a.num_tokens, c, a.wire.num_channels), end = part_of(a.num_tokens, c + 1, a.wire.num_channels);
+    const int begin = part_of(a.num_tokens, c, a.wire.num_channels),
+              end = part_of(a.num_tokens, c + 1, a.wire.num_channels);
     __syncthreads();
     if ((int)threadIdx.x < G) taken[threadIdx.x] = 0;
     __syncthreads();
@@ -174,7 +173,8 @@ template <int Dtype> struct Taker {
         for (int i = 0; i < n; i++) uses += __ldcg(a.nodes.own_order + (int64_t)g * s.M() + first + i) >= 0;
         const int chunk = taken[g] / N;
         if (uses)
-          ok = s.wait_exact(a.wire.flags + s.slot(g, c, chunk) * 8, s.chunk_word(chunk), EPCY_CUDA_FORWARD, a.map.peer[g]);
+          ok = s.wait_exact(a.wire.flags + s.slot(g, c, chunk) * 8, s.chunk_word(chunk), EPCY_CUDA_FORWARD,
+                            a.map.peer[g]);
       }
       if (__syncthreads_or(!ok)) return false;
       for (int i = warp; i < n; i += kWarps) token(first + i, c);
@@ -244,7 +244,8 @@ template <int Dtype> struct Taker {
   }
 };
 
-template <int Dtype> __global__ void __launch_bounds__(kBlock, 1) bring_back(const __grid_constant__ epcy_nodes_call a) {
+template <int Dtype>
+__global__ void __launch_bounds__(kBlock, 1) bring_back(const __grid_constant__ epcy_nodes_call a) {
   __shared__ int taken[EPCY_MAX_RANKS];
   const NodeCall s(a);
   const int verdict = s.judge();
@@ -286,7 +287,8 @@ int epcy_nodes_load_dispatch();
 extern "C" int epcy_nodes_load(void) {
   cudaFuncAttributes ignored;
   int e = cudaFuncGetAttributes(&ignored, meet_near);
-  for (auto kernel : {sum_lanes<kBf16>, sum_lanes<kFp16>, sum_lanes<kFp32>, bring_back<kBf16>, bring_back<kFp16>, bring_back<kFp32>})
+  for (auto kernel :
+       {sum_lanes<kBf16>, sum_lanes<kFp16>, sum_lanes<kFp32>, bring_back<kBf16>, bring_back<kFp16>, bring_back<kFp32>})
     if (!e) e = cudaFuncGetAttributes(&ignored, kernel);
   if (!e) e = epcy_nodes_load_record();
   if (!e) e = epcy_nodes_load_plan();

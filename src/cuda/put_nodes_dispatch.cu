@@ -52,8 +52,8 @@ struct Sender {
     const int64_t row = __ldcg(a.routing.pos + (int64_t)t * s.num_ranks + to);
     char *const name = a.map.name[to];
     uint64_t *flag = (uint64_t *)(name + a.wire.row_flags) + chunks.there(k) * a.wire.chunk_tokens + i;
-    put_block(name + s.area_at(to) + s.p.area.payload + row * a.row_bytes, chunks.staged(k) + i * chunks.row, a.row_bytes,
-              flag, s.chunk_word(k), a.map.pe[to]);
+    put_block(name + s.area_at(to) + s.p.area.payload + row * a.row_bytes, chunks.staged(k) + i * chunks.row,
+              a.row_bytes, flag, s.chunk_word(k), a.map.pe[to]);
   }
 };
 
@@ -120,7 +120,8 @@ EPCY_DEVICE void store_at_home(const NodeCall &s, int c) {
     const unsigned who = __ballot_sync(~0u, row >= 0);
     moved += row >= 0 && lane != s.me ? a.row_bytes + a.num_scales * 4 : 0;
     copy_row(a.x + t * a.x_stride_bytes, a.row_bytes, who, area + s.p.area.payload + row * a.row_bytes);
-    copy_numbers(a.scales + t * a.num_scales, a.num_scales, who, (float *)(area + s.p.area.scales) + row * a.num_scales);
+    copy_numbers(a.scales + t * a.num_scales, a.num_scales, who,
+                 (float *)(area + s.p.area.scales) + row * a.num_scales);
   }
   if (moved) add_to(&counters_of(s.p)->bytes_moved, moved);
 }

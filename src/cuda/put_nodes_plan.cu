@@ -8,7 +8,7 @@ namespace {
 
 using namespace nodes;
 
-constexpr int kPlanBlock = 1024, kPlanWarps = kPlanBlock / 32;
+constexpr int kPlanBlock = 512, kPlanWarps = kPlanBlock / 32;
 constexpr int64_t kMostTableBytes = 160 * 1024;
 
 // A whole warp: the sum of n over this lane and all before it.

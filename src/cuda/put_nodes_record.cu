@@ -53,10 +53,11 @@ __global__ void __launch_bounds__(kBlock) send_record(const __grid_constant__ ep
   const int r = blockIdx.x;
   if (__syncthreads_or(s.broken())) return;
   const int64_t each = NodeCall::array_bytes(a.num_tokens, s.K());
-  const int64_t bytes = EPCY_NODES_RECORD_BYTES + ((a.parts & EPCY_NODES_IDS) != 0) * each +
-                        ((a.parts & EPCY_NODES_WEIGHTS) != 0) * each;
+  const int64_t bytes =
+      EPCY_NODES_RECORD_BYTES + ((a.parts & EPCY_NODES_IDS) != 0) * each + ((a.parts & EPCY_NODES_WEIGHTS) != 0) * each;
   const char *from = s.own() + s.record_at(s.me);
-  if (threadIdx.x == 0) { // for waits of low-latency calls, which look whether this rank is in another one: elsewhere.cuh
+  if (threadIdx.x ==
+      0) { // for waits of low-latency calls, which look whether this rank is in another one: elsewhere.cuh
     uint64_t *header = s.header(s.me, s.me);
     if (s.is_near(r)) store_word(s.header(r, s.me), s.word(a.header));
     else put_word((uint64_t *)(a.map.name[r] + ((char *)header - s.own())), s.word(a.header), a.map.pe[r]);
@@ -88,6 +89,14 @@ __global__ void __launch_bounds__(256) await_records(const __grid_constant__ epc
   }
   __syncthreads();
   s.note(EPCY_SPAN_EXCHANGE);
+  // Without rows a rank that comes too late would find all records and go on alone: everybody says that he has seen all.
+  if (EPCY_HEADER_OP(a.header) <= EPCY_STEP_COMBINE || s.judge() != EPCY_VERDICT_OK || r >= s.num_ranks) return;
+  constexpr int kSeen = 2;
+  uint64_t *mine = s.mark(s.me, s.me, kSeen);
+  if (s.is_near(r)) store_word_release(s.mark(r, s.me, kSeen), s.word(1));
+  else put_word((uint64_t *)(a.map.name[r] + ((char *)mine - s.own())), s.word(1), a.map.pe[r]);
+  bool ok = true;
+  s.wait_for(s.mark(s.me, r, kSeen), 1, EPCY_CUDA_COMPLETION, r, &ok);
 }
 
 // One block, the last kernel of a call. Without rows to place, it is here that the host hears of it.
@@ -138,7 +147,7 @@ __global__ void __launch_bounds__(32) reset_ranks(const __grid_constant__ epcy_n
   const bool settled = again && (uint32_t)(load_word(words + R + me) >> 32) == round;
   const uint32_t mine = again ? (uint32_t)load_word(words + me) : most;
   const bool meets = r < R && !(local->masked >> r & 1); // a lane a rank that takes part
-  if (r == 0) put_fence(); // the words that say that this rank has left come before
+  if (r == 0) put_fence();                               // the words that say that this rank has left come before
   __syncwarp();
   bool ok = true;
   for (int half = 0; half < 2 && ok; half++) {
@@ -164,7 +173,8 @@ __global__ void __launch_bounds__(32) reset_ranks(const __grid_constant__ epcy_n
     if (settled) {
       if (r == 0) local->broken = 0;
     } else { // the furthest, modulo 2^32
-      const uint32_t epoch = mine + 2 + (uint32_t)__reduce_max_sync(~0u, meets ? (int32_t)((uint32_t)seen - mine) : INT32_MIN);
+      const uint32_t epoch =
+          mine + 2 + (uint32_t)__reduce_max_sync(~0u, meets ? (int32_t)((uint32_t)seen - mine) : INT32_MIN);
       for (int b = r; b < EPCY_MAX_BLOCKS; b += 32) local->epoch[b] = epoch;
       if (r == 0) local->broken = 0, local->blocks_met = 0;
       if (meets) ((uint32_t *)(own + p.control.left))[r] = 0; // all have come
@@ -187,8 +197,9 @@ __global__ void __launch_bounds__(32) reset_ranks(const __grid_constant__ epcy_n
 } // namespace
 
 extern "C" int epcy_nodes_launch_record(const epcy_nodes_call *a, const char *text, void *stream) {
-  const int error = a->is_int64 ? launch_apart(write_record<int64_t>, EPCY_NODES_PARTS, kBlock, stream, *a, text_of(text))
-                                : launch_apart(write_record<int32_t>, EPCY_NODES_PARTS, kBlock, stream, *a, text_of(text));
+  const int error = a->is_int64
+                        ? launch_apart(write_record<int64_t>, EPCY_NODES_PARTS, kBlock, stream, *a, text_of(text))
+                        : launch_apart(write_record<int32_t>, EPCY_NODES_PARTS, kBlock, stream, *a, text_of(text));
   return error ? error : launch_apart(send_record, (int)a->peers.shape.num_ranks, kBlock, stream, *a);
 }
 extern "C" int epcy_nodes_launch_await(const epcy_nodes_call *a, void *stream) {

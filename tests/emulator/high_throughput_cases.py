@@ -90,7 +90,11 @@ def random_case(seed: int, arch: int = 90, **given: Any) -> None:
     if dtype == "fp8":
         H = -(-H // 16) * 16
     rows = R * M * (K if layout == "expert" else 1) + 8 * L
-    world = given["world"](R, L, K, M, H, num_rows=rows) if "world" in given else Ranks(R, L, K, M, H, num_rows=rows, arch=arch)
+    world = (
+        given["world"](R, L, K, M, H, num_rows=rows)
+        if "world" in given
+        else Ranks(R, L, K, M, H, num_rows=rows, arch=arch)
+    )
     routings, checks = [], []
 
     def blocks() -> tuple[int, int, int]:

@@ -189,7 +189,9 @@ class NodesRanks(Ranks):
     def reset(self, rank: int, round: int) -> Any:
         self.tickets += 1
         c = self.call(rank, 0, 0, self.tickets)
-        self.launch(rank, "epcy_nodes_launch_reset", ctypes.byref(c), ctypes.byref(self.wire), ctypes.c_uint32(round))
+        self.launch(
+            rank, "epcy_nodes_launch_reset", ctypes.byref(c), ctypes.byref(self.wire), ctypes.c_uint32(round)
+        )
         return self.keep_copy(rank, self.reports[rank]), self.tickets
 
 

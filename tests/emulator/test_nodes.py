@@ -31,10 +31,9 @@ SMALLEST: dict[str, Any] = {"num_slots": 1, "chunk_tokens": 1, "num_blocks": 1}
 @pytest.mark.parametrize("path", ["direct", "hierarchical"])
 @pytest.mark.parametrize("ranks", NODES, ids=lambda n: f"{n[0]} ranks, {n[1]} a node")
 @pytest.mark.parametrize("smallest", [{}, SMALLEST], ids=["usual", "smallest"])
-@pytest.mark.parametrize("seed", range(2))
-def test_random(seed: int, smallest: Any, ranks: tuple[int, int], path: str, layout: str) -> None:
+def test_random(smallest: Any, ranks: tuple[int, int], path: str, layout: str) -> None:
     world = partial(NodesRanks, ranks_per_node=ranks[1], path=path, **smallest)
-    random_case(seed + 10 * ranks[0], R=ranks[0], layout=layout, world=world, shape=(17, 128), K=4)
+    random_case(10 * ranks[0] + ranks[1], R=ranks[0], layout=layout, world=world, shape=(17, 128), K=4)
 
 
 # ---- calls that fail
