@@ -2,7 +2,7 @@
 
 from epcy.backends.cuda cimport epcy_control_layout
 from epcy.backends.cuda_low_latency cimport epcy_low_latency_wire, epcy_low_latency_wire_layout
-from epcy.backends.cuda_nodes cimport epcy_nodes_layout, epcy_nodes_wire
+from epcy.backends.cuda_nodes cimport epcy_nodes_layout
 from epcy.backends.cuda_put cimport epcy_put_layout
 from epcy.layout cimport epcy_heap_layout, epcy_shape, region_bytes, shape_of
 
@@ -52,7 +52,7 @@ def nodes_bytes(dict sizes, options, num_ranks):
 
 
 def heap_layout(dict sizes, num_far_ranks=0, nodes_bytes=0):
-    """Bytes of the regions of a rank's allocation, by name; `num_far_ranks` are reached by puts of low-latency calls."""
+    """Bytes of the regions of a rank's allocation, by name; low-latency calls reach `num_far_ranks` by puts."""
     cdef epcy_shape s = shape_of(sizes)
     control_bytes = epcy_control_layout(&s).bytes
     cdef epcy_low_latency_wire wire = epcy_low_latency_wire_layout(&s, control_bytes)

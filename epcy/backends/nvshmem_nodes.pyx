@@ -90,8 +90,8 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
             for rank in members:
                 m.group_of[<int>rank] = g
         if m.hierarchical:
-            steps = [EPCY_NODES_OWN_NODE if node == self.nodes.node else m.group_of[<int>self.nodes.ranks_of_node(node)[0]]
-                     for node in range(self.nodes.num_nodes)]
+            first = [self.nodes.ranks_of_node(node)[0] for node in range(self.nodes.num_nodes)]
+            steps = [EPCY_NODES_OWN_NODE if rank in near else m.group_of[<int>rank] for rank in first]
         else:
             steps = [-2 - rank if rank in near else m.group_of[<int>rank] for rank in range(self.num_ranks)]
         for g, step in enumerate(steps):
@@ -99,7 +99,7 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
         m.num_steps = len(steps)
 
     def choose_blocks(self, num_sms):
-        """Each thing that a kernel does has as many blocks: to send and to receive for each group, and the own node's."""
+        """Each thing that a kernel does has as many blocks: to send and to receive for each group, and at home."""
         NvshmemBackend.choose_blocks(self, num_sms)
         most = min(num_sms or self.num_multiprocessors, self.num_multiprocessors)
         kinds = 1 + 2 * max(1, self.nodes_wire.num_groups)
@@ -119,7 +119,8 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
         cdef int64_t lanes = R * M * K if call.layout == "expert" else 0
         cdef int64_t P = self.map.num_near if self.map.hierarchical else 1
         cdef int32_t *at
-        beside.memory = self.pool.malloc(4 * (R * M * K + lanes + R * M + G * M * (P + 3) + 2 * G * C + R + R * R + R * E))
+        beside.memory = self.pool.malloc(4 * (R * M * K + lanes + R * M + G * M * (P + 3) + 2 * G * C
+                                              + R + R * R + R * E))
         at = <int32_t *><uintptr_t>beside.memory.ptr
         n.ids, at = at, at + R * M * K
         n.lane_rows, at = at, at + lanes
