@@ -122,7 +122,7 @@ cdef class Buffer(HighThroughputCalls):
         startup.settle(found[0], values)
         self.backend, backend_class, self.xp = found
         if self.topology.num_nodes > 1:
-            backend_class = backends.between_nodes(self.backend, backend_class, self.topology, values)
+            backend_class = backends.between_nodes(self.backend, self.topology, values)
         values["path"] = values["path"] or "direct"
         values["num_max_recv_tokens"] = shape["num_rows"]
         values["num_max_low_latency_tokens_per_rank"] = shape["num_low_latency_tokens"] or None
@@ -133,7 +133,8 @@ cdef class Buffer(HighThroughputCalls):
         self._num_experts, self._num_topk = shape["num_experts"], shape["num_topk"]
         self.num_local_experts = self._num_experts // self.size
         self._backend = backend_class(self.comm, shape, values, identities, self._token)
-        self.topology = replace(self.topology, low_latency_transport=self._backend.low_latency_transport)
+        self.topology = replace(self.topology, low_latency_transport=self._backend.low_latency_transport,
+                                transport=self._backend.transport)
         self._checker = LowLatencyChecker(self._backend, shape, values)
 
     @staticmethod
@@ -144,7 +145,8 @@ cdef class Buffer(HighThroughputCalls):
     @staticmethod
     def size_hint(num_ranks, *, num_max_tokens_per_rank, hidden, num_experts, num_topk, dtype="bfloat16",
                   num_max_recv_tokens=None, low_latency_mode=None, num_max_low_latency_tokens_per_rank=None,
-                  allow_nvlink_for_low_latency_mode=None, num_max_nvl_peers=None, backend=None):
+                  allow_nvlink_for_low_latency_mode=None, num_max_nvl_peers=None, path=None,
+                  node_chunk_tokens=None, num_node_buffers=None, backend=None):
         """Tell how much symmetric memory a rank's Buffer would take, without allocating.
 
         Local, blocking. It loads neither MPI nor CUDA.
@@ -174,13 +176,15 @@ cdef class Buffer(HighThroughputCalls):
                      num_topk=num_topk, dtype=dtype, num_max_recv_tokens=num_max_recv_tokens,
                      low_latency_mode=low_latency_mode, backend=backend,
                      allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
-                     num_max_nvl_peers=num_max_nvl_peers,
+                     num_max_nvl_peers=num_max_nvl_peers, path=path, node_chunk_tokens=node_chunk_tokens,
+                     num_node_buffers=num_node_buffers,
                      num_max_low_latency_tokens_per_rank=num_max_low_latency_tokens_per_rank)
         values = {name: value.value for name, value in resolve(given).items()}
         sizes = shape_of(values, num_ranks)
         if values["backend"] != "nvshmem":
             return heap_layout(sizes)
-        return cuda_sizes.heap_layout(sizes, cuda_sizes.num_far_ranks(values, num_ranks))
+        return cuda_sizes.heap_layout(sizes, cuda_sizes.num_far_ranks(values, num_ranks),
+                                      cuda_sizes.nodes_bytes(sizes, values, num_ranks))
 
     def warmup(self):
         """Make the next call cost what any call costs: every kernel, the memory of handles and results, every page.
@@ -202,14 +206,13 @@ cdef class Buffer(HighThroughputCalls):
     def _warm(self):
         self._backend.touch()
         with nullcontext() if self.xp is np else self.xp.cuda.Device(self.options["device"]):
-            if self._backend.no_dispatch is None:
-                x, idx, weights = self.warm_tokens(self._num_max_tokens)
-                for layout in ("rank", "expert"):
-                    r = self.dispatch(x, idx, weights, layout=layout)
-                    self.combine(r.recv_x, r.handle, r.recv_topk_weights if layout == "rank" else weights)
-                    self.dispatch(x, handle=r.handle)
-                scales = self.xp.ones((len(x), epcy_num_scales(self._hidden)), np.float32)
-                self.dispatch((self.xp.zeros(x.shape, np.uint8), scales), idx)
+            x, idx, weights = self.warm_tokens(self._num_max_tokens)
+            for layout in ("rank", "expert"):
+                r = self.dispatch(x, idx, weights, layout=layout)
+                self.combine(r.recv_x, r.handle, r.recv_topk_weights if layout == "rank" else weights)
+                self.dispatch(x, handle=r.handle)
+            scales = self.xp.ones((len(x), epcy_num_scales(self._hidden)), np.float32)
+            self.dispatch((self.xp.zeros(x.shape, np.uint8), scales), idx)
             if self._backend.low_latency is not None:
                 x, idx, weights = self.warm_tokens(self._shape["num_low_latency_tokens"])
                 self.warm_low_latency(x, idx, weights)
@@ -240,6 +243,12 @@ cdef class Buffer(HighThroughputCalls):
         self.enter("_peer_address")
         self._busy = False
         return self._backend.peer_address(rank)
+
+    def _put_rows(self, rank, num_rows, num_blocks, stream):
+        """Put rows to a rank of another node by NVSHMEM's own put alone. Local, stream-ordered."""
+        self.enter("_put_rows")
+        self._busy = False
+        return self._backend.put_rows(rank, num_rows, num_blocks, self._checker.stream_pointer(stream))
 
     # ---- life -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ import numpy as np
 from epcy.backends.call cimport CombineCall, DispatchCall
 from epcy.observers cimport close_call, is_recorded, open_call, recorded
 
-from epcy.errors import NotSupportedError
 from epcy.status import OPERATIONS
 
 OP_DISPATCH, OP_COMBINE = OPERATIONS.index("dispatch"), OPERATIONS.index("combine")
@@ -60,7 +59,7 @@ cdef class HighThroughputCalls(SmsPlan):
 
         Raises
         ------
-        ArgumentError, CapacityError, MismatchError, NotSupportedError, PeerError, PeerTimeoutError, StateError
+        ArgumentError, CapacityError, MismatchError, PeerError, PeerTimeoutError, StateError
             See docs/errors.md.
         """
         if is_recorded(self):
@@ -68,8 +67,6 @@ cdef class HighThroughputCalls(SmsPlan):
                 x=x, topk_idx=topk_idx, topk_weights=topk_weights, handle=handle, layout=layout,
                 expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens, num_sms=num_sms,
                 previous_event=previous_event, async_finish=async_finish, stream=stream, out=out, timeout=timeout))
-        if self._backend is not None and self._backend.no_dispatch is not None:
-            raise NotSupportedError(f"dispatch: {self._backend.no_dispatch} (rank {self.rank})")
         open_call(self, "dispatch")
         try:
             try:

@@ -71,17 +71,18 @@ OPTIONS: tuple[Option, ...] = (
            default=True, env="EPCY_ALLOW_NVLINK_FOR_LOW_LATENCY_MODE"),
     Option("num_max_nvl_peers", "int", "The most ranks of one node, which is what NVLink joins. By default all of a "
            "machine; with fewer it holds several virtual nodes, as `Buffer.topology` tells. The host backend then "
-           "shares memory inside each and sends messages between them; on nvshmem low-latency rows go to other nodes "
-           "by NVSHMEM's put, and dispatch is refused.",
+           "shares memory inside each and sends messages between them; nvshmem stores inside each, and between them "
+           "rows go by NVSHMEM's put.",
            env="EPCY_NUM_MAX_NVL_PEERS", minimum=1, maximum=2**20),
     Option("path", "choice", "How rows go to ranks of other nodes. hierarchical (the default): a token once to each "
            "node, to the rank of the same place in it, which passes it on; a node's sum goes back. direct: to each "
            "rank, and from each. They round differently (docs/numerics.md). On one node there is no difference.",
            env="EPCY_PATH", choices=("direct", "hierarchical")),
-    Option("node_chunk_tokens", "int", "Tokens of a message between nodes (host). By default as many as 256 KiB hold.",
+    Option("node_chunk_tokens", "int", "Tokens of a message between nodes. By default as many as 256 KiB hold, on "
+           "nvshmem at most 16.",
            env="EPCY_NODE_CHUNK_TOKENS", minimum=1, maximum=2**24),
     Option("num_node_buffers", "int", "Messages that may be on their way to a rank of another node, and those that it "
-           "has not worked on yet (host).", default=2, env="EPCY_NUM_NODE_BUFFERS", minimum=1, maximum=1024),
+           "has not worked on yet.", default=2, env="EPCY_NUM_NODE_BUFFERS", minimum=1, maximum=1024),
     Option("num_qps_per_rank", "int", "Queue pairs to each rank for RDMA (nvshmem; the host backend has none): a "
            "setting of the process, made before NVSHMEM starts; another value later is a StateError. By default "
            "NVSHMEM's own. Its effect on a NIC is untried.",

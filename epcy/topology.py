@@ -38,6 +38,8 @@ class Topology:
     num_machines : int
     low_latency_transport : str, optional
         What carries the low-latency calls of the Buffer that this is of; None without the mode.
+    transport : str, optional
+        What carries rows between nodes, and on which path (nvshmem).
     """
 
     rank: int
@@ -47,6 +49,7 @@ class Topology:
     is_virtual: bool = False
     num_machines: int = 1
     low_latency_transport: str | None = None
+    transport: str | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -97,6 +100,8 @@ class Topology:
         lines = [f"{self.num_ranks} ranks on {self.num_nodes} {kind}{'s' if self.num_nodes != 1 else ''}"]
         for node, (host, cpus) in enumerate(zip(self.hostnames, self.cpus_per_node, strict=True)):
             lines.append(f"  {kind} {node}: {host}, {cpus} cores, ranks {_ranges(self.ranks_of_node(node))}")
+        if self.transport is not None:
+            lines.append(f"  between nodes: {self.transport}")
         if self.low_latency_transport is not None:
             lines.append(f"  low-latency calls: {self.low_latency_transport}")
         return "\n".join(lines)

@@ -73,7 +73,7 @@ def find(name: str | None) -> tuple[str, Any, Any]:
     return "host", HostLowLatencyBackend, numpy
 
 
-def between_nodes(name: str, backend_class: Any, topology: Topology, options: dict[str, Any]) -> Any:
+def between_nodes(name: str, topology: Topology, options: dict[str, Any]) -> Any:
     """Return what makes a backend whose ranks lie on several nodes; settle the option `path`.
 
     Local, blocking; the same on every rank.
@@ -91,14 +91,6 @@ def between_nodes(name: str, backend_class: Any, topology: Topology, options: di
             f"({', '.join(dict.fromkeys(topology.hostnames))}; rank {topology.rank}); use backend='host', or a "
             "sub-communicator of Split_type(COMM_TYPE_SHARED)"
         )
-    if name != "host" and not options["low_latency_mode"]:
-        raise NotSupportedError(
-            f"num_max_nvl_peers: {options['num_max_nvl_peers']} makes {topology.num_nodes} nodes of the "
-            f"{topology.num_ranks} ranks, and on GPUs this build has a path between nodes for low-latency calls alone "
-            f"(rank {topology.rank}); leave it out, give low_latency_mode=True, or use backend='host'"
-        )
-    if name != "host":
-        return backend_class
     options["path"] = options["path"] or "hierarchical"
     if options["path"] == "hierarchical" and not topology.is_uniform:
         raise ArgumentError(
@@ -107,6 +99,10 @@ def between_nodes(name: str, backend_class: Any, topology: Topology, options: di
             f"{topology.rank}); start as many ranks on each machine, give num_max_nvl_peers a number that divides "
             "them, or path='direct'"
         )
+    if name != "host":
+        from epcy.backends.nvshmem_nodes import NodesNvshmemBackend
+
+        return functools.partial(NodesNvshmemBackend, topology)
     from epcy.backends.host_relay_low_latency import HostRelayLowLatency
 
     return functools.partial(HostRelayLowLatency, topology)

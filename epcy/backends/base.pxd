@@ -37,8 +37,8 @@ cdef class Backend:
     cdef int next_area
     cdef LowLatency low_latency         # None: the mode is off
     cdef readonly Meter meter           # None: nothing is counted
+    cdef readonly str transport         # what carries rows between nodes; None: there is one node, or that is not told
     cdef readonly str low_latency_transport     # what carries low-latency calls; None: the mode is off
-    cdef str no_dispatch                # why high-throughput calls cannot be made; None: they can
 
     cdef void set_timeout(self, double seconds) noexcept
     cdef int reach(self, str operation, str phase) except -1

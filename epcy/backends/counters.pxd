@@ -31,6 +31,7 @@ cdef class Counters:
     cdef int device
     cdef int64_t nbytes, num_experts
     cdef object seen                    # as last read
+    cdef object beside                  # reads more, where there is more; or None
     cdef uint32_t last_epochs[5]        # of the stamps recorded so far, by kind
     cdef int64_t ahead_ns               # of the GPU's clock
     cdef object page, page_path         # the status page, or None

@@ -133,6 +133,8 @@ cdef class Counters:
                 epcy_meter_rows(m, LOW_LATENCY_ROWS, r, now.most_rows[1][r])
             self.seen = fetched
             self.read_stamps(now)
+            if self.beside is not None:
+                self.beside()
         finally:
             epcy_cuda_set_device(previous, NULL)
 

@@ -82,6 +82,7 @@ cdef extern from "epcy/cuda.h" nogil:
         int64_t timeout_ns
         uint32_t ticket, operation
         int32_t num_local, goes_on
+        uint32_t far
 
     ctypedef struct epcy_cuda_routing:
         int32_t *list

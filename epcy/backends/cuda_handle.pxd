@@ -21,3 +21,4 @@ cdef class CudaHandle(Handle):
     cdef int64_t own_base, own_count    # this rank's own rows among those that came; count -1: only the GPU knows
     cdef object counts                  # list of L, where the host knows them
     cdef CudaEvent event
+    cdef object beside                  # what calls between nodes keep; or None

@@ -16,3 +16,5 @@ cdef class NvshmemBackend(NvshmemEpoch):
     cdef CudaHandle make_handle(self, DispatchCall call, uintptr_t stream)
     cdef int stage(self, epcy_cuda_combine *c, CombineCall call, uintptr_t stream) except -1
     cdef int place_sums(self, epcy_cuda_combine *c, CombineCall call, uintptr_t stream) except -1
+    cdef int run_dispatch(self, epcy_cuda_dispatch *d, CudaHandle handle, uintptr_t stream) except -1
+    cdef int run_combine(self, epcy_cuda_combine *c, CudaHandle handle, uintptr_t stream) except -1

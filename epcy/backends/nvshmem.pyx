@@ -139,10 +139,7 @@ cdef class NvshmemBackend(NvshmemEpoch):
             if self.checks:
                 self.poison(self.heap_layout.receive[area], self.shape.num_rows, stream)
             self.fill(&d, call, handle, area, waits)
-            if handle.layout == "expert":
-                check(epcy_cuda_launch_dispatch_expert(&d, <void *>stream), "launching dispatch")
-            else:
-                check(epcy_cuda_launch_dispatch(&d, <void *>stream), "launching dispatch")
+            self.run_dispatch(&d, handle, stream)
             event = self.end(call, stream, capturing,
                              [call.x.owner, call.topk_idx, call.topk_weights, call.scales, handle])
             if self.meter is not None and self.meter.flows is not None and not capturing:
@@ -166,6 +163,12 @@ cdef class NvshmemBackend(NvshmemEpoch):
             return r
         finally:
             epcy_cuda_set_device(previous, NULL)
+
+    cdef int run_dispatch(self, epcy_cuda_dispatch *d, CudaHandle handle, uintptr_t stream) except -1:
+        """Launch what does it."""
+        if handle.layout == "expert":
+            return check(epcy_cuda_launch_dispatch_expert(d, <void *>stream), "launching dispatch")
+        return check(epcy_cuda_launch_dispatch(d, <void *>stream), "launching dispatch")
 
     # ---- combine --------------------------------------------------------------------------------------------
 
@@ -199,10 +202,7 @@ cdef class NvshmemBackend(NvshmemEpoch):
             c.header = <int32_t>self.header(OP_COMBINE, call.x, handle, call.topk_weights is not None, True)
             if by_expert:
                 self.place_sums(&c, call, stream)
-                check(epcy_cuda_launch_combine_expert(&c, self.combine_expert_blocks, <void *>stream),
-                      "launching combine")
-            else:
-                check(epcy_cuda_launch_combine(&c, self.combine_blocks, <void *>stream), "launching combine")
+            self.run_combine(&c, handle, stream)
             if call.consumed >= 0:
                 self.taken[call.consumed] = False
             r = Combine.__new__(Combine)
@@ -217,6 +217,13 @@ cdef class NvshmemBackend(NvshmemEpoch):
             return r
         finally:
             epcy_cuda_set_device(previous, NULL)
+
+    cdef int run_combine(self, epcy_cuda_combine *c, CudaHandle handle, uintptr_t stream) except -1:
+        """Launch what does it."""
+        if handle.layout == "expert":
+            return check(epcy_cuda_launch_combine_expert(c, self.combine_expert_blocks, <void *>stream),
+                         "launching combine")
+        return check(epcy_cuda_launch_combine(c, self.combine_blocks, <void *>stream), "launching combine")
 
     cdef int stage(self, epcy_cuda_combine *c, CombineCall call, uintptr_t stream) except -1:
         """Rank layout: copy x to where others can pull its rows, if it is not there; weights in both layouts."""

@@ -84,12 +84,15 @@ cdef class NvshmemEpoch(NvshmemWaits):
             peers.ticket, peers.operation = ticket, header & 7
             if not header & EPCY_HEADER_REFUSED:
                 self.lose_flags(&peers, OPERATIONS[header & 7])
-            check(epcy_cuda_launch_step(&peers, header, c_text, <void *>stream), "launching a step")
+            self.run_step(&peers, header, c_text, stream)
             event.record(stream)
             self.last, self.last_stream = event, stream
         finally:
             epcy_cuda_set_device(previous, NULL)
         return 0
+
+    cdef int run_step(self, epcy_peers *peers, uint32_t header, const char *text, uintptr_t stream) except -1:
+        return check(epcy_cuda_launch_step(peers, header, text, <void *>stream), "launching a step")
 
     def refuse(self, int op, str text):
         """Take part in a call without data, so that the others learn why and stay in step."""
@@ -134,11 +137,15 @@ cdef class NvshmemEpoch(NvshmemWaits):
         self.reset_is_open = self.broken = True
         peers.ticket = self.next_ticket()
         self.lose_flags(&peers, "reset")
-        check(epcy_cuda_launch_reset(&peers, &self.wire, self.num_resets, <void *>self.own_stream), "launching reset")
+        self.launch_reset(&peers)
         self.wait_report(peers.ticket, self.rank, 1, 0, "reset")
         self.reset_is_open = self.broken = False
         # The same on every rank, whatever calls each had tried: handles are compared by the number of their call.
         self.num_calls = int(self.fetch(self.peers.control.local, 1, np.uint32)[0])
+
+    cdef int launch_reset(self, epcy_peers *peers) except -1:
+        return check(epcy_cuda_launch_reset(peers, &self.wire, self.num_resets, <void *>self.own_stream),
+                     "launching reset")
 
     def next_reset(self):
         """The round that the ranks are in, or come to next, who may have gone on without this one."""

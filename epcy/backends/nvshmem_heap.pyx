@@ -48,6 +48,7 @@ cdef class NvshmemHeap(Backend):
         self.wire = epcy_low_latency_wire_layout(&self.shape, self.peers.control.bytes)
         self.put_wire = epcy_put_layout(&self.shape, &self.wire, self.num_far_ranks(options))
         words_bytes = self.peers.control.bytes + self.wire.bytes + self.put_wire.bytes
+        words_bytes += self.more_words(options, words_bytes)
         self.heap_layout = epcy_heap_layout(&self.shape, words_bytes)
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
@@ -99,6 +100,10 @@ cdef class NvshmemHeap(Backend):
 
     def num_far_ranks(self, options):
         """Ranks that no kernel may reach by plain stores."""
+        return 0
+
+    def more_words(self, options, begin):
+        """Bytes of further words, behind the others, which take `begin`."""
         return 0
 
     def choose_blocks(self, num_sms):

@@ -162,9 +162,6 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         cdef bint allowed = options["allow_nvlink_for_low_latency_mode"], by_stores
         cdef int previous = 0
         by_stores = allowed and cuda_sizes.ranks_by_stores(options, self.num_ranks) == self.num_ranks
-        if (options["num_max_nvl_peers"] or self.num_ranks) < self.num_ranks:
-            self.no_dispatch = (f"num_max_nvl_peers={options['num_max_nvl_peers']} makes several nodes of the "
-                                f"{self.num_ranks} ranks, between which this build has low-latency calls alone")
         error = None
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:

@@ -22,7 +22,8 @@ from epcy.status import OPERATIONS
 
 cdef int64_t SLICE_NS = 100_000_000     # how long a wait stays in C before it looks for Ctrl-C and dead ranks
 # enum epcy_cuda_phase
-PHASES = ("", "arrival", "counts", "starts", "data", "completion", "reset", "acknowledgement", "data")
+PHASES = ("", "arrival", "counts", "starts", "data", "completion", "reset", "acknowledgement", "data", "arrival",
+          "forward", "credit")
 OP_LOW_LATENCY = OPERATIONS.index("low_latency_dispatch")   # operations from here on have headers of their own
 
 
@@ -188,8 +189,7 @@ cdef class NvshmemWaits(NvshmemHeap):
         phase, culprits, seen, words = PHASES[r.phase], [r.peer], [r.seen >> 32], None
         expected = r.expected >> 32
         if phase == "arrival" and r.operation < OP_LOW_LATENCY:
-            at = self.peers.control.headers + (r.epoch & 1) * R * EPCY_NUM_HEADERS * 8
-            words = self.fetch(at, R * EPCY_NUM_HEADERS, np.uint64)[::EPCY_NUM_HEADERS]
+            words = self.arrival_words(r.epoch)
         elif phase == "reset":
             words = self.fetch(self.peers.control.resets, R, np.uint64)
         if words is not None:
@@ -198,11 +198,20 @@ cdef class NvshmemWaits(NvshmemHeap):
             if missing:
                 culprits, seen = missing, [words[rank] for rank in missing]
         operation = "reset" if phase == "reset" else OPERATIONS[r.operation]
-        where = ", ".join([f"rank {rank} (pid {self.identities[rank].pid}) was last seen in call {epoch}"
-                           for rank, epoch in zip(culprits[:4], seen)])
+        where = ", ".join([f"rank {rank} (pid {self.identities[rank].pid}{self.node_of(rank)}) was last seen in call "
+                           f"{epoch}" for rank, epoch in zip(culprits[:4], seen)])
         gone = [r.peer] if r.gone else []
         return verdicts.late(operation, r.epoch, self.rank, gone or culprits, phase, expected, seen, where, gone,
                              0.0 if r.gone else r.timeout_ns * 1e-9, r.timeout_ns * 1e-9)
+
+    def arrival_words(self, epoch):
+        """The words by which ranks tell that they are in a call, by rank."""
+        at = self.peers.control.headers + (epoch & 1) * self.num_ranks * EPCY_NUM_HEADERS * 8
+        return self.fetch(at, self.num_ranks * EPCY_NUM_HEADERS, np.uint64)[::EPCY_NUM_HEADERS]
+
+    def node_of(self, rank):
+        """A word for errors on where a rank is, where there are several nodes."""
+        return ""
 
     def take_deferred(self):
         error, self.deferred = self.deferred, None

@@ -88,6 +88,8 @@ def start_on_device(
     stack.enter_context(cupy.cuda.Stream(non_blocking=True))
     env.update(environment.describe_devices(comm, device))
     rates = links.measure(comm)
+    if rates is not None:  # between nodes: at the first line's row size
+        rates |= links.measure_puts(comm, lines[0].hidden)
     bench.peer_copy_gbps = None if rates is None else rates["copy_one_way_gbps"]
     env["nccl"] = None
     if any(one.baselines("nvshmem") for one in lines):

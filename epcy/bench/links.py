@@ -16,6 +16,7 @@ from epcy.bench.clocks import SPIN, SPIN_US
 from epcy.bench.draws import BFLOAT16, address_of
 
 NUM_ROWS, ROW_BYTES, STAGES, SMS, RUNS = 4096, 16384, 8, 24, 20
+PUT_BLOCKS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 132)
 
 # One thread of a block keeps STAGES rows in flight. push: shared memory to `far`; pull: `far` to shared memory.
 PROBE = """
@@ -115,7 +116,45 @@ def _measure(comm: MPI.Intracomm, buf: epcy.Buffer, cupy: Any) -> dict[str, floa
     return rates
 
 
-def _rate(comm: MPI.Intracomm, buf: epcy.Buffer, cupy: Any, work: Any) -> float:
+def measure_puts(comm: MPI.Intracomm, hidden: int) -> dict[str, float]:
+    """Return the rates of NVSHMEM's own block put of rows of `hidden` bfloat16, and with how many blocks it is best.
+
+    Collective, blocking; empty where all ranks are of one node.
+    """
+    with epcy.Buffer(
+        comm,
+        num_max_tokens_per_rank=NUM_ROWS,
+        num_max_recv_tokens=NUM_ROWS,
+        hidden=hidden,
+        num_experts=comm.size,
+        num_topk=1,
+        backend="nvshmem",
+    ) as buf:
+        if buf.topology.num_nodes == 1:
+            return {}
+        cupy, nodes = buf.xp, buf.topology.node_of_rank
+        steps = range(1, comm.size)
+        peer = next(  # of another node
+            other
+            for other in ((comm.rank + i) % comm.size for i in steps)
+            if nodes[other] != nodes[comm.rank]
+        )
+        rates: dict[str, float] = {}
+        with cupy.cuda.Device(buf.options["device"]), cupy.cuda.Stream(non_blocking=True) as stream:
+            for name, ranks in (("one_way", [0]), ("all_ranks", list(range(comm.size)))):
+                found = {}
+                for blocks in PUT_BLOCKS:
+
+                    def work(blocks: int = blocks) -> None:
+                        buf._put_rows(peer, NUM_ROWS, blocks, stream)
+
+                    found[blocks] = _rate(comm, buf, cupy, work if comm.rank in ranks else None, hidden * 2)
+                best = max(found, key=lambda blocks: found[blocks])
+                rates[f"put_{name}_gbps"], rates[f"put_{name}_blocks"] = found[best], best
+        return rates
+
+
+def _rate(comm: MPI.Intracomm, buf: epcy.Buffer, cupy: Any, work: Any, row_bytes: int = ROW_BYTES) -> float:
     stream, start, stop = cupy.cuda.get_current_stream(), cupy.cuda.Event(), cupy.cuda.Event()
     spin = cupy.RawKernel(SPIN, "spin")
     us = np.zeros(RUNS)
@@ -130,4 +169,4 @@ def _rate(comm: MPI.Intracomm, buf: epcy.Buffer, cupy: Any, work: Any) -> float:
         if index >= 0 and work is not None:
             us[index] = cupy.cuda.get_elapsed_time(start, stop) * 1e3
     slowest = np.array(comm.allgather(us)).max(axis=0)
-    return float(NUM_ROWS * ROW_BYTES / np.median(slowest) / 1e3)
+    return float(NUM_ROWS * row_bytes / np.median(slowest) / 1e3)

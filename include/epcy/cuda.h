@@ -177,6 +177,7 @@ typedef struct epcy_peers {
   uint32_t operation; /* likewise, as in its header */
   int32_t num_local;  /* L: a division of 64 bits is long on a GPU */
   int32_t goes_on;    /* low latency: mask a rank that is late */
+  uint32_t far;       /* high throughput: ranks that no kernel may reach by stores, as bits */
 } epcy_peers;
 
 enum epcy_cuda_phase {
@@ -186,9 +187,11 @@ enum epcy_cuda_phase {
   EPCY_CUDA_DATA,
   EPCY_CUDA_COMPLETION,
   EPCY_CUDA_RESET,
-  EPCY_CUDA_ACKS,     /* low latency: that a peer has received the call before the last */
-  EPCY_CUDA_LINES,    /* low latency: rows */
-  EPCY_CUDA_ELSEWHERE /* not late: a rank has come to another call; late_text has headers and epoch, as of a mismatch */
+  EPCY_CUDA_ACKS,      /* low latency: that a peer has received the call before the last */
+  EPCY_CUDA_LINES,     /* low latency: rows */
+  EPCY_CUDA_ELSEWHERE, /* not late: a rank has come to another call; late_text has headers and epoch, as of a mismatch */
+  EPCY_CUDA_FORWARD,   /* between nodes: messages with rows */
+  EPCY_CUDA_CREDITS    /* between nodes: that messages have been worked on */
 };
 
 /* A handle's arrays on the device. Chunk c of C is the tokens from T c / C on; a call on the handle may have another

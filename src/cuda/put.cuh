@@ -13,6 +13,11 @@
 EPCY_DEVICE void put_block(char *to, const char *from, size_t bytes, uint64_t *flag, uint64_t value, int pe) {
   nvshmemx_putmem_signal_nbi_block(to, from, bytes, flag, value, NVSHMEM_SIGNAL_SET, pe);
 }
+// The same without a flag; and one thread: wait until all that this one's block has put has come.
+EPCY_DEVICE void put_plain(char *to, const char *from, size_t bytes, int pe) {
+  nvshmemx_putmem_nbi_block(to, from, bytes, pe);
+}
+EPCY_DEVICE void put_quiet() { nvshmem_quiet(); }
 // One thread.
 EPCY_DEVICE void put_word(uint64_t *to, uint64_t value, int pe) { nvshmem_uint64_p(to, value, pe); }
 EPCY_DEVICE void put_half_word(uint32_t *to, uint32_t value, int pe) { nvshmem_uint32_p(to, value, pe); }

@@ -97,7 +97,8 @@ struct Step {
   // The first wait that does not end: this Buffer is broken, and whoever waits for this rank need wait no longer.
   __device__ __noinline__ void expire(int phase, int peer, uint64_t seen, bool gone) const {
     if (atomicCAS(&local()->broken, 0u, 1u) != 0) return;
-    for (int q = 0; q < num_ranks; q++) *(volatile uint32_t *)left(q, me) = 1;
+    for (int q = 0; q < num_ranks; q++)
+      if (!(p.far >> q & 1)) *(volatile uint32_t *)left(q, me) = 1; // far ones hear of it at the call's end
     epcy_report *r = p.report;
     r->gone = gone;
     r->phase = phase, r->peer = peer, r->epoch = epoch, r->expected = word(0), r->seen = seen;

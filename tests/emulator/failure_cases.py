@@ -83,7 +83,10 @@ def failed_ranks(
         got = [queue_dispatch(world, r, given) for r in range(R)]
         world.run(seed)
         world.timeout_ns = timeout_ns
-        sums = reference.combine(ys, given.routing, None if layout == "rank" else given.ws)
+        sums = reference.combine(
+            ys, given.routing, None if layout == "rank" else given.ws,
+            ranks_per_node=getattr(world, "per_node", None), path=getattr(world, "path", "direct"),
+        )  # fmt: skip
     for r in range(R):
         if leaves and r in leaves:
             world.wait(r, leaves[r])

@@ -90,7 +90,11 @@ def random_case(seed: int, arch: int = 90, **given: Any) -> None:
     if dtype == "fp8":
         H = -(-H // 16) * 16
     rows = R * M * (K if layout == "expert" else 1) + 8 * L
-    world = Ranks(R, L, K, M, H, num_rows=rows, arch=arch)
+    world = (
+        given["world"](R, L, K, M, H, num_rows=rows)
+        if "world" in given
+        else Ranks(R, L, K, M, H, num_rows=rows, arch=arch)
+    )
     routings, checks = [], []
 
     def blocks() -> tuple[int, int, int]:
@@ -171,7 +175,10 @@ def queue_combine(
     num_bias = [int(rng.integers(0, 3)) for _ in range(R)]
     biases = [tuple(draws.floats(rng, (Ts[r], H), dtype) for _ in range(num_bias[r])) for r in range(R)]
     as_reference = [None if not b else b[0] if len(b) == 1 else b for b in biases]
-    want = reference.combine(ys, routing, ws, bias=as_reference)
+    want = reference.combine(
+        ys, routing, ws, bias=as_reference,
+        ranks_per_node=getattr(world, "per_node", None), path=getattr(world, "path", "direct"),
+    )  # fmt: skip
     which = int(rng.integers(2))
     for r in range(R):
         pause(r)

@@ -68,4 +68,4 @@ def read(*headers: str, constants_of: tuple[str, ...] = ()) -> SimpleNamespace:
     return SimpleNamespace(**names, **{k: v for k, v in types.items() if k not in PLAIN})
 
 
-C = read("layout.h", "cuda.h", "low_latency.h", "put.h", constants_of=("meter.h",))
+C = read("layout.h", "cuda.h", "low_latency.h", "put.h", "put_nodes.h", constants_of=("meter.h",))

@@ -36,6 +36,7 @@ class World:
         num_rows: int | None = None,
         low_latency: bool = False,
         num_far: int = 0,
+        groups: tuple[int, int, int] = (0, 1, 1),
         timeout_ns: int = FOREVER,
         arch: int = 90,
         delays: bool = True,
@@ -55,14 +56,21 @@ class World:
         self.control, self.area = C.epcy_control(), C.epcy_area()
         self.wire, self.heap, self.put_wire = C.epcy_low_latency_wire(), C.epcy_heap(), C.epcy_put_wire()
         refs = [ctypes.byref(v) for v in (s, self.control, self.area, self.wire, self.heap)]
-        self.lib.emulated_layout(*refs, ctypes.c_int64(num_far), ctypes.byref(self.put_wire))
+        self.nodes_wire = C.epcy_nodes_wire()
+        self.lib.emulated_layout(
+            *refs,
+            ctypes.c_int64(num_far),
+            ctypes.byref(self.put_wire),
+            *groups,  # their number, the slots of a ring, the tokens of a chunk
+            ctypes.byref(self.nodes_wire),
+        )
         self.timeout_ns = timeout_ns
         self.keep: list[Any] = []
         # without the low-latency areas: results are arrays of their own
         heap_bytes = self.heap.low_latency_x[0]
         self.memory = [self.array(r, heap_bytes, np.uint8, align=4096) for r in range(num_ranks)]
         for r in range(num_ranks):
-            self.memory[r][: self.control.bytes + self.wire.bytes + self.put_wire.bytes] = 0
+            self.memory[r][: self.heap.receive[0]] = 0
         report_bytes = ctypes.sizeof(C.epcy_report) + 8 * num_local
         self.reports = [self.array(-1, report_bytes, np.uint8) for _ in range(num_ranks)]
         for report in self.reports:

@@ -12,7 +12,8 @@ from gpu.test_low_latency import (  # noqa: F401
     test_streams_are_chained,
     test_x_that_16_byte_loads_cannot_read,
 )
-from mpi.cases import draw, mine, raised, to_host
+from mpi import cases as rows
+from mpi.cases import draw, mine, to_host
 from mpi.low_latency_cases import check_combine, check_dispatch, late_error, works
 from mpi.test_low_latency import (  # noqa: F401
     test_a_rank_with_nothing,
@@ -82,11 +83,15 @@ def test_both_ways_on_one_job(comm, make, make_buffer):
 
 @pytest.mark.parametrize("peers", [1, 2, 3])
 def test_between_virtual_nodes(comm, make_buffer, backend, peers):
-    """Stores inside a node, puts between them; the other mode has no way between nodes yet."""
+    """Stores inside a node, puts between them; and the other mode in turn."""
     if backend != "nvshmem":
         pytest.skip("puts are the GPU backend's")
-    buf = make_buffer(low_latency_mode=True, num_max_nvl_peers=peers, preinitialize=True, timeout=20)
+    path = "direct" if comm.size % peers else None  # nodes of different sizes
+    buf = make_buffer(
+        low_latency_mode=True, num_max_nvl_peers=peers, path=path, preinitialize=True, timeout=20
+    )
     several = comm.size > peers
+    assert ("between nodes: NVSHMEM put" in str(buf.topology)) == several
     assert buf.low_latency_transport == ("NVLink, between nodes NVSHMEM put" if several else "NVLink")
     assert f"low-latency calls: {buf.low_latency_transport}" in str(buf.topology)
     for seed in range(4):
@@ -94,10 +99,8 @@ def test_between_virtual_nodes(comm, make_buffer, backend, peers):
         handle, routing = check_dispatch(buf, sent, hook=seed % 2 == 1)
         for reduction in ("rank", "source"):
             check_combine(buf, handle, routing, seed, dispatched=sent.weights, reduction=reduction)
-    if several:
-        x, idx, weights = mine(buf, sent)
-        error = raised(lambda: buf.dispatch(x, idx, weights))
-        assert type(error) is epcy.NotSupportedError and f"num_max_nvl_peers={peers}" in str(error)
+        r, routed = rows.check_dispatch(buf, sent)
+        rows.check_combine(buf, r.handle, routed, seed)
     buf.barrier()
     buf.reset()
     works(buf)

@@ -8,10 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-import epcy
 from epcy.options import BY_NAME
 from mpi import low_latency_cases
-from mpi.cases import check_combine, check_dispatch, draw, raised, to_device, to_host
+from mpi.cases import check_combine, check_dispatch, draw, to_device, to_host
 from parallel import ROOT
 
 KNOBS = (
@@ -27,10 +26,6 @@ E = 4
 @pytest.mark.parametrize("peers", [1, 2, 3, 100])
 def test_num_max_nvl_peers(comm, make_buffer, backend, peers):
     nodes = [rank // peers for rank in range(comm.size)]
-    if backend == "nvshmem" and max(nodes):
-        error = raised(lambda: make_buffer(num_max_nvl_peers=peers))
-        assert isinstance(error, epcy.NotSupportedError) and str(error).startswith("num_max_nvl_peers: ")
-        return
     even = comm.size % peers == 0 or peers > comm.size
     buf = make_buffer(num_max_nvl_peers=peers, path=None if even else "direct")
     assert buf.topology.node_of_rank == tuple(nodes) and buf.topology.num_machines == 1

@@ -13,7 +13,7 @@ import epcy
 from mpi.cases import BFLOAT16, check_dispatch, draw, raised, to_expert_0, works
 from parallel import ROOT, launch
 
-pytestmark = pytest.mark.host_only("the nvshmem backend has no path between nodes")
+pytestmark = pytest.mark.host_only("of nvshmem: tests/emulator/test_nodes.py")
 
 
 @pytest.fixture(params=["hierarchical", "direct"])

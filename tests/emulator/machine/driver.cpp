@@ -2,6 +2,7 @@
 #include <cstdio>
 
 #include "epcy/put.h"
+#include "epcy/put_nodes.h"
 #include "inside.h"
 
 using namespace emulated;
@@ -50,11 +51,14 @@ EXPORTED uint64_t emulated_slices() { return machine.slices; }
 
 // ---- of the headers
 EXPORTED void emulated_layout(const epcy_shape *shape, epcy_control *control, epcy_area *area,
-                              epcy_low_latency_wire *wire, epcy_heap *heap, int64_t num_mirrors, epcy_put_wire *put) {
+                              epcy_low_latency_wire *wire, epcy_heap *heap, int64_t num_mirrors, epcy_put_wire *put,
+                              int num_groups, int num_slots, int chunk_tokens, epcy_nodes_wire *nodes) {
   *control = epcy_control_layout(shape), *area = epcy_area_layout(shape);
   *wire = epcy_low_latency_wire_layout(shape, control->bytes);
   *put = epcy_put_layout(shape, wire, num_mirrors);
-  *heap = epcy_heap_layout(shape, control->bytes + wire->bytes + put->bytes);
+  const int64_t words = control->bytes + wire->bytes + put->bytes;
+  *nodes = epcy_nodes_layout(shape, words, num_groups, num_slots, chunk_tokens);
+  *heap = epcy_heap_layout(shape, words + nodes->bytes);
 }
 EXPORTED void emulated_mirrors(epcy_peers *peers, const epcy_put_wire *wire, uint32_t far) {
   epcy_put_mirrors(peers, wire, far);
@@ -74,6 +78,7 @@ EXPORTED int64_t emulated_sizeof(const char *name) {
   SIZE_OF(epcy_low_latency_dispatch)
   SIZE_OF(epcy_low_latency_combine)
   SIZE_OF(epcy_put)
+  SIZE_OF(epcy_nodes_call)
   return -1;
 }
 

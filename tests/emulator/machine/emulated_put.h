@@ -8,6 +8,10 @@ inline void put_block(char *to, const char *from, size_t bytes, uint64_t *flag, 
   if (threadIdx.x == 0) emulated::network_put(to, from, bytes, flag, value);
   __syncthreads();
 }
+inline void put_plain(char *to, const char *from, size_t bytes, int) {
+  if (threadIdx.x == 0) memcpy(to, from, bytes); // a yardstick, which nothing here measures
+}
+inline void put_quiet() {}
 inline void put_word(uint64_t *to, uint64_t value, int) { emulated::network_store(to, value, sizeof value); }
 inline void put_half_word(uint32_t *to, uint32_t value, int) { emulated::network_store(to, value, sizeof value); }
 inline void put_fence() {
