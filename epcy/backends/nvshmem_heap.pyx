@@ -60,7 +60,8 @@ cdef class NvshmemHeap(Backend):
                                   "no room, says EPCY_FAULTS (full); give fewer num_max_tokens_per_rank")
             elif self.masks_late and self.put_wire.bytes:
                 error = NotSupportedError("on_timeout: expected 'raise' where puts carry low-latency calls, which "
-                                          f"need all ranks, got {options['on_timeout']!r} (rank {self.rank}); leave on_timeout out")
+                                          f"need all ranks, got {options['on_timeout']!r} (rank {self.rank}); leave "
+                                          "on_timeout out")
             elif self.heap_layout.bytes > free_bytes:
                 error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {self.heap_layout.bytes} bytes, GPU "
                                   f"{self.device} has {free_bytes} free; give fewer num_max_tokens_per_rank or "
