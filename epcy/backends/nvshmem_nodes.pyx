@@ -191,7 +191,7 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
     cdef int launch_reset(self, epcy_peers *peers) except -1:
         cdef epcy_nodes_call c
         self.open_call(&c, peers)
-        check(epcy_put_quiet(<void *>self.own_stream), "nvshmemx_quiet_on_stream")  # what calls that ended badly have put
+        check(epcy_put_quiet(<void *>self.own_stream), "nvshmemx_quiet_on_stream")  # what calls that failed have put
         return check(epcy_nodes_launch_reset(&c, &self.wire, self.num_resets, <void *>self.own_stream),
                      "launching reset")
 
