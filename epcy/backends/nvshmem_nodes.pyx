@@ -18,7 +18,7 @@ from epcy.backends.cuda cimport *
 from epcy.backends.cuda_event cimport CudaEvent
 from epcy.backends.cuda_handle cimport CudaHandle
 from epcy.backends.cuda_nodes cimport *
-from epcy.backends.cuda_put cimport epcy_put_start
+from epcy.backends.cuda_put cimport epcy_put_quiet, epcy_put_start
 from epcy.backends.nvshmem cimport NvshmemBackend
 from epcy.backends.symmetric cimport check
 
@@ -191,6 +191,7 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
     cdef int launch_reset(self, epcy_peers *peers) except -1:
         cdef epcy_nodes_call c
         self.open_call(&c, peers)
+        check(epcy_put_quiet(<void *>self.own_stream), "nvshmemx_quiet_on_stream")  # what calls that failed have put
         return check(epcy_nodes_launch_reset(&c, &self.wire, self.num_resets, <void *>self.own_stream),
                      "launching reset")
 
@@ -208,6 +209,12 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
         except BackendError:        # this rank's GPU is lost: the others find out by their limits
             return 0
         return 0
+
+    def close(self, bint together):
+        LowLatencyNvshmemBackend.close(self, together)
+        if self.leave_stream:
+            epcy_cuda_stream_free(<void *>self.leave_stream)
+            self.leave_stream = 0
 
     # ---- what went wrong --------------------------------------------------------------------------------------
 
