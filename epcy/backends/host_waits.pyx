@@ -38,11 +38,11 @@ cdef class HostWaits(HostHeap):
 
     cdef int wait(self, int op, int word, uint64_t value, uint64_t first) except -1:
         """Wait until `word` of every rank is at least `value`, or raise: then this rank leaves call `first`."""
-        cdef int state = self.wait_slice(word, value, SLICE_NS)
-        if state == EPCY_WAIT_DONE:
-            return 0
+        cdef int state
         try:
-            self.wait_longer(op, word, value, first, state)
+            state = self.wait_slice(word, value, SLICE_NS)
+            if state != EPCY_WAIT_DONE:
+                self.wait_longer(op, word, value, first, state)
         except BaseException:       # PeerTimeoutError; but a signal's handler may raise in any line of Python
             if op == EPCY_OP_DISPATCH and word == EPCY_WORD_ARRIVED:
                 (<Area>self.areas[self.next_area]).generation += 1      # a late rank may still write there
