@@ -143,6 +143,22 @@ def test_a_rank_whose_sums_have_come_is_not_to_blame(comm, make_buffer):
     works(buf)
 
 
+def test_a_rank_that_comes_at_the_last_moment(comm, make_buffer):
+    """The limit is over, and when it is looked up who did not come, all have: no error, or one that names somebody."""
+    if comm.size == 1:
+        pytest.skip("two ranks")
+    buf = make_buffer(num_max_nvl_peers=2, path="direct", timeout=20, low_latency_mode=True)
+    x, idx = to_expert_0(buf, 2)
+    for _ in range(15):
+        comm.Barrier()
+        time.sleep(0.1 if comm.rank == 1 else 0)
+        error = raised(lambda: buf.low_latency_dispatch(x, idx, use_fp8=False, timeout=0.05))
+        assert error is None or isinstance(error, epcy.PeerTimeoutError) and error.ranks, repr(error)
+        if any(comm.allgather(not buf)):
+            buf.reset()
+    works(buf)
+
+
 def test_an_interrupt_in_reset(comm, nodes_of):
     """bool(buf) tells whether reset() was over: while the others wait in it for this rank, it was not."""
     buf = nodes_of(timeout=20)
