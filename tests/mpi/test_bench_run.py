@@ -54,6 +54,19 @@ def test_no_row_is_wrong(comm, same, tmp_path, small, options):
             assert row["speedup"] == pytest.approx(row["baseline_us_p50"] / row["us_p50"], rel=1e-2)
 
 
+@pytest.mark.parametrize("options", [[], ["--layout", "expert"], ["--mode", "ll"]], ids=" ".join)
+def test_no_row_is_wrong_between_nodes(comm, same, tmp_path, small, monkeypatch, options):
+    """The sums are those of the path that the Buffer takes there."""
+    if comm.size == 1 or comm.size % 2:
+        pytest.skip("two nodes of one size")
+    monkeypatch.setenv("EPCY_NUM_MAX_NVL_PEERS", str(comm.size // 2))
+    path = same(str(tmp_path / "rows.json"))
+    assert main([*small, "--topk", "7", *options, "--json", path]) == 0
+    comm.Barrier()
+    with open(path, encoding="utf-8") as file:
+        assert [row["wrong"] for row in json.load(file)["rows"]].count(0) > 3
+
+
 @pytest.mark.parametrize(
     "options",
     [
