@@ -10,7 +10,7 @@ import pytest
 import epcy
 from epcy import measured, model
 from epcy.bench import suites
-from epcy.bench.__main__ import LOW_LATENCY, main
+from epcy.bench.__main__ import main
 
 SMALL = ["-b", "3", "-e", "12", "-f", "4", "-n", "3", "-w", "1", "--hidden", "256", "--topk", "2",
          "--backend", "host"]  # fmt: skip
@@ -168,9 +168,6 @@ def test_recorded_routing(comm, same, tmp_path, small):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        pytest.param(
-            ["--mode", "ll"], "--mode ll:", marks=pytest.mark.skipif(LOW_LATENCY, reason="they are there")
-        ),
         (["--graph"], "--graph:"),
         (["--suite", "figures"], "--suite:"),
         (["--baseline", "cupy"], "--baseline:"),
