@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+MOST_SECONDS = 1e9
+
 
 def info(arguments: argparse.Namespace) -> int:
     """Tell what is installed and what works."""
@@ -141,6 +143,19 @@ def measure(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _seconds(text: str) -> float:
+    """A length of time: above 0, and none that clocks and waits cannot take."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"expected seconds, above 0 and at most {MOST_SECONDS:g}, got {text!r}"
+        )
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; a command is a function of its parsed arguments."""
     from epcy.simulate.report import add_arguments
@@ -159,7 +174,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--once", action="store_true", help="print one table, of the time since construction"
     )
-    command.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds (%(default)s)")
+    command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds (%(default)s)")
     command.add_argument(
         "--status-dir", metavar="DIR", help="where the status pages are, if not in the usual folder"
     )
@@ -191,10 +206,10 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--launcher", metavar="WORDS", help="what starts ranks, before -n N (mpiexec)")
     command.add_argument(
-        "--timeout", type=float, default=20.0, metavar="S", help="that a call may wait (%(default)s)"
+        "--timeout", type=_seconds, default=20.0, metavar="S", help="that a call may wait (%(default)s)"
     )
     command.add_argument(
-        "--seconds", type=float, default=300.0, metavar="S", help="for all of --shrink (%(default)s)"
+        "--seconds", type=_seconds, default=300.0, metavar="S", help="for all of --shrink (%(default)s)"
     )
     command.set_defaults(run=replay)
     command = commands.add_parser(
@@ -217,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
             "--backend", choices=("host", "nvshmem"), help="what moves the tokens (epcy's choice)"
         )
         command.add_argument(
-            "--seconds", type=float, default=seconds, metavar="S", help="how long, about (%(default)s)"
+            "--seconds", type=_seconds, default=seconds, metavar="S", help="how long, about (%(default)s)"
         )
         command.set_defaults(run=measure, command=name)
     for flag, default, text in (

@@ -211,8 +211,9 @@ cdef class Buffer(HighThroughputCalls):
                 r = self.dispatch(x, idx, weights, layout=layout)
                 self.combine(r.recv_x, r.handle, r.recv_topk_weights if layout == "rank" else weights)
                 self.dispatch(x, handle=r.handle)
-            scales = self.xp.ones((len(x), epcy_num_scales(self._hidden)), np.float32)
-            self.dispatch((self.xp.zeros(x.shape, np.uint8), scales), idx)
+            if self._hidden % 16 == 0:      # else no call can send such rows
+                scales = self.xp.ones((len(x), epcy_num_scales(self._hidden)), np.float32)
+                self.dispatch((self.xp.zeros(x.shape, np.uint8), scales), idx)
             if self._backend.low_latency is not None:
                 x, idx, weights = self.warm_tokens(self._shape["num_low_latency_tokens"])
                 self.warm_low_latency(x, idx, weights)

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,12 +95,19 @@ def _end(process: subprocess.Popen[str]) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Replay a file, or shrink it; return the exit status."""
     found = find_mpiexec()
-    launcher = shlex.split(arguments.launcher) if arguments.launcher else [found] if found else []
+    try:
+        launcher = shlex.split(arguments.launcher) if arguments.launcher else [found] if found else []
+    except ValueError as error:  # a quote that nothing closes
+        raise ArgumentError(f"launcher: cannot be read as words ({error}): {arguments.launcher!r}") from None
     if not launcher:
         raise ArgumentError(
             f"launcher: found no mpiexec on PATH ({os.environ.get('PATH', '')}) or beside {sys.executable}; say with "
             "--launcher what starts ranks, such as 'srun'"
         )
+    if shutil.which(launcher[0]) is None:
+        raise ArgumentError(f"launcher: {launcher[0]!r} is no program on PATH ({os.environ.get('PATH', '')})")
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise ArgumentError(f"ranks: expected a positive number, got {arguments.ranks}")
     recording = read(arguments.file)
     num_ranks = arguments.ranks or recording.num_ranks
     job = Job(launcher, arguments.backend, arguments.timeout, arguments.timeout * 2 + 100)

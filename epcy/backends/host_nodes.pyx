@@ -283,7 +283,11 @@ cdef class HostNodes(HostLowLatencyBackend):
 
     def reset(self):
         if self.reset_round == 0:
-            self.catch_up()
+            try:
+                self.catch_up()
+            except BaseException:       # a signal's handler: the others, in reset() too, still wait for this rank
+                self.broken = True
+                raise
         HostEpoch.reset(self)
 
     def waits_there(self, HostWaits first, int rank):

@@ -308,8 +308,12 @@ cdef class HostRelay(HostNodes):
         dead = self.dead([r for r in others if epcy_host_word(&self.h, r, EPCY_WORD_DONE) < epoch])
         if not dead and not gone and waited < self.timeout:
             return 0
+        # In a combine, a link whose next sums are at hand waits for another one's, and so may one that takes none.
         late = [link for link in range(s.num_links)
-                if s.num_come[link] != s.to_come[link] or s.num_sent[link] != s.to_send[link]]
+                if s.num_come[link] != s.to_come[link] and s.messages[link] == NULL]
+        if op != EPCY_OP_COMBINE or not late:
+            late = [link for link in range(s.num_links)
+                    if link in late or s.num_sent[link] != s.to_send[link]]
         self.in_call = False
         self.break_off(epoch)
         if dead:

@@ -38,11 +38,11 @@ cdef class HostWaits(HostHeap):
 
     cdef int wait(self, int op, int word, uint64_t value, uint64_t first) except -1:
         """Wait until `word` of every rank is at least `value`, or raise: then this rank leaves call `first`."""
-        cdef int state = self.wait_slice(word, value, SLICE_NS)
-        if state == EPCY_WAIT_DONE:
-            return 0
+        cdef int state
         try:
-            self.wait_longer(op, word, value, first, state)
+            state = self.wait_slice(word, value, SLICE_NS)
+            if state != EPCY_WAIT_DONE:
+                self.wait_longer(op, word, value, first, state)
         except BaseException:       # PeerTimeoutError; but a signal's handler may raise in any line of Python
             if op == EPCY_OP_DISPATCH and word == EPCY_WORD_ARRIVED:
                 (<Area>self.areas[self.next_area]).generation += 1      # a late rank may still write there
@@ -148,13 +148,15 @@ cdef class HostWaits(HostHeap):
         return "; ".join(lines)
 
     def give_up(self, int op, int word, uint64_t value, uint64_t first, double waited):
-        """Raise: a rank did not come in time, or gave up itself."""
+        """Raise: a rank did not come in time, or gave up itself. Unless all have come by now: then go on."""
         gone = [r for r in range(self.h.shape.num_ranks)
                 if r != self.h.rank and not self.h.masked[r] and self.has_left(r)]
         missing = self.missing(word, value)
         # Who left without coming; else who keeps even those waiting that gave up; else who gave up.
         left = [r for r in missing if r in gone] if word != EPCY_WORD_RESET else []
-        culprits = left or missing or gone
+        culprits = left or missing or gone or ([self.rank] if self.broken else [])
+        if not culprits:
+            return
         dead = self.dead(culprits)
         if dead:        # somebody else found out first
             self.mourn(op, word, first, dead)

@@ -24,7 +24,7 @@ cdef class Network:
 cdef class MpiNetwork(Network):
     """Over MPI: receives are always posted, one for each free buffer."""
 
-    cdef object comm, test
+    cdef object comm, test, byte, failure       # of mpi4py
     cdef list requests                  # by channel: its receives, then its sends
     cdef list buffers                   # likewise: memoryviews
     cdef list receives                  # (peer, tag) by channel

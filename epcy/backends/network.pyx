@@ -66,7 +66,8 @@ cdef class MpiNetwork(Network):
 
         cdef int c, i, at = 0, total = sum([2 * buffers for _, _, _, buffers, _ in channels])
         cdef int64_t num_bytes
-        self.comm, self.test = comm, MPI.Request.Testsome
+        # An import is Python, where a signal's handler may raise: between a word that counts as told and its message.
+        self.comm, self.test, self.byte, self.failure = comm, MPI.Request.Testsome, MPI.BYTE, MPI.Exception
         self.requests, self.buffers, self.receives = [], [], []
         self.owner = <int *>calloc(max(1, total), sizeof(int))
         self.first = <int *>calloc(5 * (len(channels) + 1), sizeof(int))
@@ -102,12 +103,10 @@ cdef class MpiNetwork(Network):
         free(self.pending)
 
     cdef int progress(self) except -1:
-        from mpi4py import MPI
-
         cdef int i
         try:
             done = self.test(self.requests)
-        except MPI.Exception as error:
+        except self.failure as error:
             raise BackendError(f"MPI: a message between nodes failed ({error}); restart the job", "MPI",
                                error.Get_error_class()) from error
         if not done:
@@ -132,12 +131,10 @@ cdef class MpiNetwork(Network):
         return NULL if self.pending[at] else self.address[at]
 
     cdef int send(self, int channel, int64_t num_bytes) except -1:
-        from mpi4py import MPI
-
         cdef int at = self.first[channel] + self.num_buffers[channel] + self.newest[channel]
         peer, tag = self.receives[channel]
         send = self.comm.Issend if self.synchronous[channel] else self.comm.Isend
-        self.requests[at] = send([self.buffers[at][:num_bytes], MPI.BYTE], peer, tag)
+        self.requests[at] = send([self.buffers[at][:num_bytes], self.byte], peer, tag)
         self.pending[at] = True
         self.newest[channel] = (self.newest[channel] + 1) % self.num_buffers[channel]
         return 0

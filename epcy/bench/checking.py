@@ -79,8 +79,10 @@ class Expected:
             y[:, first : first + COLUMNS] = self.expert_output(self.rank, first)
         return y
 
-    def wrong_tokens(self, combined_x: Array) -> Array:
-        """Return (T,) bool: which tokens differ from the sum of what the reference says came back."""
+    def wrong_tokens(
+        self, combined_x: Array, path: str = "direct", node_of_rank: Sequence[int] | None = None
+    ) -> Array:
+        """Return (T,) bool: which tokens differ from the sum of what the reference says came back by that path."""
 
         def only_here(of: Sequence[Array]) -> tuple[Array, ...]:
             return tuple(one if source == self.rank else one[:0] for source, one in enumerate(of))
@@ -95,7 +97,9 @@ class Expected:
             return ~wrong
         for first in range(0, self.shape.hidden, COLUMNS):
             ys = [self.expert_output(rank, first) for rank in range(self.size)]
-            expected = reference.combine(ys, routing, scale)[self.rank][0]
+            expected = reference.combine(ys, routing, scale, path=path, node_of_rank=node_of_rank)[self.rank][
+                0
+            ]
             wrong |= differ(combined_x[:, first : first + COLUMNS], expected)
         return wrong
 
@@ -126,7 +130,8 @@ def check_epcy(buf: epcy.Buffer, expected: Expected, case: str, cached: bool) ->
         y = buf.combine_input(received.handle)
     scale = inputs.topk_weights if layout == "expert" else None
     combined = buf.combine(expected.fill(y), received.handle, scale).combined_x
-    return int(wrong.sum()) + int(expected.wrong_tokens(combined).sum())
+    unequal = expected.wrong_tokens(combined, buf.options["path"], buf.topology.node_of_rank)
+    return int(wrong.sum()) + int(unequal.sum())
 
 
 def check_baseline(exchange: AlltoallvExchange, expected: Expected, case: str) -> int:

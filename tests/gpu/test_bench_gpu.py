@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from epcy.bench.__main__ import LOW_LATENCY, main
+from epcy.bench.__main__ import main
 
 cupy = pytest.importorskip("cupy")
 
@@ -85,7 +85,6 @@ def test_the_environment_and_the_links_are_recorded(measure, comm):
         )
 
 
-@pytest.mark.skipif(not LOW_LATENCY, reason="no low-latency calls in this build")
 @pytest.mark.parametrize("graph", [[], ["--graph"]], ids=["eager", "graph"])
 @pytest.mark.parametrize(
     "options",

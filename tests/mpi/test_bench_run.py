@@ -10,7 +10,7 @@ import pytest
 import epcy
 from epcy import measured, model
 from epcy.bench import suites
-from epcy.bench.__main__ import LOW_LATENCY, main
+from epcy.bench.__main__ import main
 
 SMALL = ["-b", "3", "-e", "12", "-f", "4", "-n", "3", "-w", "1", "--hidden", "256", "--topk", "2",
          "--backend", "host"]  # fmt: skip
@@ -52,6 +52,19 @@ def test_no_row_is_wrong(comm, same, tmp_path, small, options):
         if "--baseline" in options:
             assert row["baseline_wrong"] == 0
             assert row["speedup"] == pytest.approx(row["baseline_us_p50"] / row["us_p50"], rel=1e-2)
+
+
+@pytest.mark.parametrize("options", [[], ["--layout", "expert"], ["--mode", "ll"]], ids=" ".join)
+def test_no_row_is_wrong_between_nodes(comm, same, tmp_path, small, monkeypatch, options):
+    """The sums are those of the path that the Buffer takes there."""
+    if comm.size == 1 or comm.size % 2:
+        pytest.skip("two nodes of one size")
+    monkeypatch.setenv("EPCY_NUM_MAX_NVL_PEERS", str(comm.size // 2))
+    path = same(str(tmp_path / "rows.json"))
+    assert main([*small, "--topk", "7", *options, "--json", path]) == 0
+    comm.Barrier()
+    with open(path, encoding="utf-8") as file:
+        assert [row["wrong"] for row in json.load(file)["rows"]].count(0) > 3
 
 
 @pytest.mark.parametrize(
@@ -155,9 +168,6 @@ def test_recorded_routing(comm, same, tmp_path, small):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        pytest.param(
-            ["--mode", "ll"], "--mode ll:", marks=pytest.mark.skipif(LOW_LATENCY, reason="they are there")
-        ),
         (["--graph"], "--graph:"),
         (["--suite", "figures"], "--suite:"),
         (["--baseline", "cupy"], "--baseline:"),

@@ -83,6 +83,15 @@ def test_warmup(comm, make_buffer, dtype):
         check_combine(buf, before.handle, routing, 2, dtype=dtype)
 
 
+@pytest.mark.parametrize("hidden", [8, 24, 136])
+def test_warmup_of_rows_that_have_no_fp8(comm, make_buffer, hidden):
+    """A row of e4m3 bytes must be a multiple of 16 bytes; one of bfloat16 may be where that is not."""
+    buf = make_buffer(hidden=hidden, low_latency_mode=True, preinitialize=True)
+    sent = draw(1, comm.size, 9, num_experts=4 * comm.size, hidden=hidden)
+    r, routing = check_dispatch(buf, sent)
+    check_combine(buf, r.handle, routing, 1)
+
+
 def test_warmup_keeps_areas_that_are_given_out(comm, make_buffer):
     buf = make_buffer()
     sent = draw(1, comm.size, 9, num_experts=4 * comm.size)

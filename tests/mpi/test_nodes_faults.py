@@ -119,6 +119,62 @@ def test_a_late_rank(comm, nodes_of, operation, phase):
     works(buf)
 
 
+def test_a_rank_whose_sums_have_come_is_not_to_blame(comm, make_buffer):
+    """They lie here, and wait for those of the last rank, which come before them."""
+    if comm.size < 3:
+        pytest.skip("three ranks")
+    last = comm.size - 1
+    buf = make_buffer(
+        num_max_nvl_peers=1,
+        path="direct",
+        timeout=20,
+        faults=f"late:rank={last},operation=combine,phase=data,ms=900",
+    )
+    x = np.ones((4, 512), BFLOAT16)
+    idx = np.broadcast_to(np.array([4, 4 * last]), (4, 2))  # a row of rank 1, and one of the last rank
+    r = buf.dispatch(x, idx)
+    comm.Barrier()
+    error = raised(lambda: buf.combine(r.recv_x, r.handle, timeout=5 if comm.rank else 0.3))
+    if comm.rank == 0:
+        assert type(error) is epcy.PeerTimeoutError, repr(error)
+        assert (error.phase, error.ranks) == ("forward", (last,)), error
+    comm.Barrier()
+    buf.reset()
+    works(buf)
+
+
+def test_a_rank_that_comes_at_the_last_moment(comm, make_buffer):
+    """The limit is over, and when it is looked up who did not come, all have: no error, or one that names somebody."""
+    if comm.size == 1:
+        pytest.skip("two ranks")
+    buf = make_buffer(num_max_nvl_peers=2, path="direct", timeout=20, low_latency_mode=True)
+    x, idx = to_expert_0(buf, 2)
+    for _ in range(15):
+        comm.Barrier()
+        time.sleep(0.1 if comm.rank == 1 else 0)
+        error = raised(lambda: buf.low_latency_dispatch(x, idx, use_fp8=False, timeout=0.05))
+        assert error is None or isinstance(error, epcy.PeerTimeoutError) and error.ranks, repr(error)
+        if any(comm.allgather(not buf)):
+            buf.reset()
+    works(buf)
+
+
+def test_an_interrupt_in_reset(comm, nodes_of):
+    """bool(buf) tells whether reset() was over: while the others wait in it for this rank, it was not."""
+    buf = nodes_of(timeout=20)
+    handler = signal.getsignal(signal.SIGINT)
+    comm.Barrier()
+    if comm.rank == 0:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            buf.reset()
+        assert not buf
+    signal.signal(signal.SIGINT, handler)
+    comm.Barrier()
+    buf.reset()
+    works(buf)
+
+
 def test_delays_everywhere(comm, nodes_of):
     buf = nodes_of(faults="delay:ms=1,seed=5,every=2", timeout=20, node_chunk_tokens=2, num_node_buffers=1)
     for turn in range(3):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from epcy.__main__ import main
 from epcy.options import OPTIONS
 from parallel import ROOT
 
@@ -98,3 +99,25 @@ def test_a_cupy_that_breaks(fake):
 def test_bad_command():
     done = run("nonsense")
     assert done.returncode == 2 and "nonsense" in done.stderr
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "1e30", "soon"])
+@pytest.mark.parametrize(
+    "command", ["top --interval", "calibrate --seconds", "tune --seconds", "replay x --timeout"]
+)
+def test_seconds_that_nobody_can_wait(capsys, command, seconds):
+    with pytest.raises(SystemExit) as left:
+        main([*command.split(), seconds])
+    assert left.value.code == 2
+    assert f"expected seconds, above 0 and at most 1e+09, got '{seconds}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [("--ranks 0", "ranks: expected a positive number, got 0"), ("--ranks -2", "ranks: "),
+     ("--launcher no-such-launcher", "launcher: 'no-such-launcher' is no program on PATH"),
+     ("--launcher '", "launcher: cannot be read as words")],
+)  # fmt: skip
+def test_replays_that_nothing_can_start(capsys, options, words):
+    assert main(["replay", "no-such-file.npz", "--launcher", "true", *options.split()]) == 2
+    assert words in capsys.readouterr().err
