@@ -84,6 +84,8 @@ def between_nodes(name: str, topology: Topology, options: dict[str, Any]) -> Any
         Nodes of different sizes, and not the direct path.
     NotSupportedError
         A backend without a path between these nodes.
+    BackendUnavailableError
+        The library that it needs for that cannot be loaded.
     """
     if name != "host" and topology.num_machines > 1:
         raise NotSupportedError(
@@ -100,8 +102,13 @@ def between_nodes(name: str, topology: Topology, options: dict[str, Any]) -> Any
             "them, or path='direct'"
         )
     if name != "host":
-        from epcy.backends.nvshmem_nodes import NodesNvshmemBackend
-
+        try:
+            from epcy.backends.nvshmem_nodes import NodesNvshmemBackend
+        except ImportError as missing:
+            raise BackendUnavailableError(
+                f"num_max_nvl_peers: several nodes need epcy/libepcy_put.so, which cannot be loaded ({missing}; rank "
+                f"{topology.rank}); leave it out, or use backend='host'"
+            ) from None
         return functools.partial(NodesNvshmemBackend, topology)
     from epcy.backends.host_relay_low_latency import HostRelayLowLatency
 

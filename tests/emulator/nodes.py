@@ -37,7 +37,7 @@ class NodesRanks(Ranks):
     ) -> None:
         self.per_node, self.path, self.num_blocks = ranks_per_node, path, num_blocks
         self.ranks_of = reference.ranks_by_node(num_ranks, ranks_per_node)
-        groups = len(self.ranks_of) - 1 if path == "hierarchical" else num_ranks - ranks_per_node
+        groups = max(len(self.groups(rank)) for rank in range(num_ranks))
         super().__init__(num_ranks, *args, groups=(groups, num_slots, chunk_tokens), **options)
 
     def groups(self, rank: int) -> list[tuple[int, list[int]]]:
@@ -69,6 +69,7 @@ class NodesRanks(Ranks):
             steps = [-2 - r if r in near else c.map.group_of[r] for r in range(self.R)]
         c.map.order[: len(steps)], c.map.num_steps = steps, len(steps)
         c.wire, c.num_blocks = self.nodes_wire, self.num_blocks
+        c.wire.num_groups = len(self.groups(rank))
         c.header = header & 0xFFFFFFFF
         return c
 

@@ -36,6 +36,12 @@ def test_random(smallest: Any, ranks: tuple[int, int], path: str, layout: str) -
     random_case(10 * ranks[0] + ranks[1], R=ranks[0], layout=layout, world=world, shape=(17, 128), K=4)
 
 
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+def test_nodes_of_different_sizes(layout: str) -> None:
+    world = partial(NodesRanks, ranks_per_node=2, path="direct")
+    random_case(5, R=3, layout=layout, world=world, shape=(17, 128), K=4)
+
+
 # ---- calls that fail
 
 
