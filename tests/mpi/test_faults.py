@@ -138,7 +138,9 @@ def test_a_lost_flag(comm, make_buffer, name, phase):
     buf, call = strike(make_buffer, comm, "drop", name, phase, 0.15)
     error = low_latency.late_error(buf, call)
     last = comm.size - 1
-    assert type(error) is epcy.PeerTimeoutError, repr(error)
+    # On GPUs, who sends nothing in a kernel of its own has received what the others sent.
+    misses_nothing = buf.backend != "host" and "hook" in name and comm.rank == last
+    assert error is None if misses_nothing else type(error) is epcy.PeerTimeoutError, repr(error)
     if buf.backend == "host" or comm.rank != last:
         assert last in error.ranks and (comm.size == 2 or comm.rank == last or error.ranks == (last,)), error
     comm.Barrier()

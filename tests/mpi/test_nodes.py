@@ -6,7 +6,7 @@ import pytest
 import epcy
 from epcy import reference
 from mpi import low_latency_cases as low_latency
-from mpi.cases import check_combine, check_dispatch, counted_rows, draw, raised, works
+from mpi.cases import check_combine, check_dispatch, counted_rows, draw, raised, to_device, to_host, works
 
 PATHS = ("hierarchical", "direct")
 SMALLEST = {"node_chunk_tokens": 1, "num_node_buffers": 1}
@@ -97,15 +97,17 @@ def test_worst_case(comm, nodes_of, layout, path):
 def test_all_tokens_to_one_expert(comm, nodes_of, num_tokens, path):
     buf = nodes_of(path=path, num_max_tokens_per_rank=num_tokens, hidden=64)
     x, idx = counted_rows(comm, num_tokens, 64), np.zeros((num_tokens, 2), np.int64)
-    r = buf.dispatch(x, idx)
+    r = buf.dispatch(*to_device(buf, (x, idx)))
     if comm.rank == 0:
         want = np.concatenate(
             [1 + 16 * (source % 8) + np.arange(num_tokens) % 16 for source in range(comm.size)]
         )
-        assert np.array_equal(r.recv_x.astype(np.int64), np.broadcast_to(want[:, None], r.recv_x.shape))
+        assert np.array_equal(
+            to_host(r.recv_x).astype(np.int64), np.broadcast_to(want[:, None], r.recv_x.shape)
+        )
     else:
         assert r.recv_x.shape == (0, 64)
-    assert np.array_equal(buf.combine(r.recv_x, r.handle).combined_x, x)
+    assert np.array_equal(to_host(buf.combine(r.recv_x, r.handle).combined_x), x)
 
 
 @pytest.mark.parametrize("smallest", [{}, SMALLEST], ids=["usual", "smallest"])
