@@ -117,8 +117,8 @@ class Run:
             self.footprints.append(footprint())
 
     def grown(self) -> list[str]:
-        """What is larger at the end than in the first fifth, on any rank."""
-        early, late = self.footprints[: max(1, len(self.footprints) // 5)], self.footprints[-1:]
+        """What is larger at the end than in the first fifth, on any rank; the first four shapes fill caches."""
+        early, late = self.footprints[: max(4, len(self.footprints) // 5)], self.footprints[-1:]
         found = [f"{name} {max(one[name] for one in early)} -> {now}" for last in late for name, now in last.items()
                  if now > max(one[name] for one in early) + (16 if name == "MiB" else 0)]  # fmt: skip
         return [
