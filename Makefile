@@ -140,7 +140,7 @@ format: $(VENV)/.lint ## let ruff and clang-format rewrite the sources
 type: $(VENV)/.lint $(VENV)/.built ## mypy --strict, and the stubs against the built modules
 	$(PY) -m mypy --strict -p epcy
 	$(PY) -m mypy.stubtest --ignore-missing-stub --allowlist tools/stubtest.txt --ignore-unused-allowlist \
-	  $(subst /,.,$(basename $(shell grep -rL 'distutils: libraries = epcy_cuda' epcy --include='*.pyx')))
+	  $(subst /,.,$(basename $(shell grep -rLE 'distutils: libraries = epcy_(cuda|put)' epcy --include='*.pyx')))
 
 clean: ## remove what was built; .venv stays, and is brought up to date by the next verb that needs it
 	rm -f $(VENV)/.built $(VENV)/.deps

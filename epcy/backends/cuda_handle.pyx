@@ -1,4 +1,5 @@
 # cython: boundscheck=False, wraparound=False
+# distutils: libraries = epcy_cuda
 """A handle whose routing lies on the GPU."""
 
 from epcy.handle cimport Handle

@@ -8,11 +8,11 @@ PHASE: str
 
 @disjoint_base
 class Relayed:
-    def __init__(self, num_links: int) -> None: ...
+    def __new__(cls, num_links: int) -> Relayed: ...
 
 @disjoint_base
 class Streams:
-    def __init__(self, num_links: int) -> None: ...
+    def __new__(cls, num_links: int) -> Streams: ...
 
 @disjoint_base
 class HostRelay(HostNodes):
