@@ -34,9 +34,21 @@ cdef class NvshmemEpoch(NvshmemWaits):
                 fork = CudaEvent.__new__(CudaEvent)
                 fork.record(call.stream)
             check(epcy_cuda_event_wait(fork.event, <void *>stream), "cudaStreamWaitEvent")
-        if not yes and self.last is not None and self.last_stream != stream:
-            check(epcy_cuda_event_wait(self.last.event, <void *>stream), "cudaStreamWaitEvent")
+        if not yes:
+            self.come_behind(stream)
         return stream
+
+    cdef int come_behind(self, uintptr_t stream) except -1:
+        """Make a stream wait for the last eager call."""
+        if self.last is not None and self.last_stream != stream:
+            check(epcy_cuda_event_wait(self.last.event, <void *>stream), "cudaStreamWaitEvent")
+        return 0
+
+    cdef int be_last(self, CudaEvent event, uintptr_t stream) except -1:
+        """Let later calls come behind what a stream holds."""
+        event.record(stream)
+        self.last, self.last_stream = event, stream
+        return 0
 
     cdef CudaEvent end(self, Call call, uintptr_t stream, bint capturing, list keeps):
         """Mark the end of a call, and keep its arrays until the stream has passed it."""
@@ -79,14 +91,12 @@ cdef class NvshmemEpoch(NvshmemWaits):
             c_text = text
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            if self.last is not None and self.last_stream != stream:
-                check(epcy_cuda_event_wait(self.last.event, <void *>stream), "cudaStreamWaitEvent")
+            self.come_behind(stream)
             peers.ticket, peers.operation = ticket, header & 7
             if not header & EPCY_HEADER_REFUSED:
                 self.lose_flags(&peers, OPERATIONS[header & 7])
             self.run_step(&peers, header, c_text, stream)
-            event.record(stream)
-            self.last, self.last_stream = event, stream
+            self.be_last(event, stream)
         finally:
             epcy_cuda_set_device(previous, NULL)
         return 0

@@ -4,45 +4,12 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 
 from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.cuda_low_latency cimport (
-    epcy_low_latency_call, epcy_low_latency_combine, epcy_low_latency_dispatch, epcy_low_latency_found,
-    epcy_low_latency_handle)
+    epcy_low_latency_call, epcy_low_latency_combine, epcy_low_latency_dispatch)
 from epcy.backends.cuda_event cimport CudaEvent
+from epcy.backends.cuda_low_latency_handle cimport Block, Blocks, CudaLowLatencyHandle
 from epcy.backends.nvshmem cimport NvshmemBackend
 from epcy.backends.stores cimport Stores
-from epcy.handle cimport LowLatencyHandle
 from epcy.layout cimport epcy_low_latency_area
-
-
-cdef class Blocks:
-    """Pieces of device memory of one size, that handles take and give back without asking CUDA."""
-
-    cdef object pool
-    cdef int64_t nbytes
-    cdef list slabs                     # the memory itself
-    cdef list free                      # addresses
-
-    cdef int more(self) except -1
-    cdef Block take(self)
-
-
-cdef class Block:
-    cdef Blocks home
-    cdef uintptr_t at
-
-
-cdef class CudaLowLatencyHandle(LowLatencyHandle):
-    """A low-latency routing whose arrays lie on the GPU."""
-
-    cdef epcy_low_latency_handle arrays
-    cdef Block block
-    cdef int64_t num_local
-    cdef LowLatencyNvshmemBackend backend               # None once the Buffer is freed
-    cdef CudaEvent event                                # when it was received; not of graphs
-    cdef CudaEvent sent, combined                       # likewise; when the last combine with it ended
-    cdef epcy_low_latency_found found                   # as it was fetched last
-
-    cdef int fetch(self, CudaEvent event) except -1
-    cdef object num_dropped(self, int which, uint32_t ranks)
 
 
 cdef class LowLatencyNvshmemBackend(NvshmemBackend):

@@ -3,10 +3,6 @@ from typing import Any
 from typing_extensions import disjoint_base
 
 from epcy.backends.nvshmem import NvshmemBackend
-from epcy.handle import LowLatencyHandle
-
-@disjoint_base
-class CudaLowLatencyHandle(LowLatencyHandle): ...
 
 @disjoint_base
 class LowLatencyNvshmemBackend(NvshmemBackend):

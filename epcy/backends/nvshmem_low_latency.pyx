@@ -2,18 +2,18 @@
 # distutils: libraries = epcy_cuda
 """The NVSHMEM backend's low-latency calls: one kernel each, or two where a hook receives. Nothing waits on the host."""
 
-cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
 from epcy.arrays cimport KIND_INT64, Array, copied
 from epcy.backends.call cimport Call, LowLatencyCombineCall, LowLatencyDispatchCall
 from epcy.backends.cuda cimport (
-    EPCY_CUDA_TEXT_BYTES, epcy_counters, epcy_cuda_event_wait, epcy_cuda_fetch, epcy_cuda_launch_mask,
+    EPCY_CUDA_TEXT_BYTES, epcy_counters, epcy_cuda_launch_mask,
     epcy_cuda_set_device, epcy_peers)
 from epcy.backends.cuda_low_latency cimport *
 from epcy.backends.low_latency cimport LOW_LATENCY_COMBINE, LOW_LATENCY_DISPATCH
 from epcy.backends.cuda_event cimport CudaEvent
+from epcy.backends.cuda_low_latency_handle cimport Block, Blocks, CudaLowLatencyHandle
 from epcy.backends.nvshmem cimport NvshmemBackend
 from epcy.backends.stores cimport Stores
 from epcy.backends.symmetric cimport check
@@ -23,7 +23,7 @@ from epcy.layout cimport (
 
 import numpy as np
 
-from epcy.backends import bootstrap, cuda_sizes, verdicts
+from epcy.backends import bootstrap, cuda_sizes
 from epcy.backends.cuda_event import Foreign
 from epcy.errors import BackendUnavailableError, EpcyError, NotSupportedError, StateError
 from epcy.status import OPERATIONS
@@ -31,99 +31,7 @@ from epcy.status import OPERATIONS
 cdef uint32_t OP_DISPATCH = OPERATIONS.index("low_latency_dispatch")
 cdef uint32_t OP_COMBINE = OPERATIONS.index("low_latency_combine")
 cdef enum:
-    BLOCKS_AT_ONCE = 16
     SCALES_OF_PART = EPCY_PART_LINES * EPCY_LINE_DATA // 128
-
-
-cdef class Blocks:
-    def __init__(self, pool, int64_t nbytes):
-        self.pool, self.nbytes, self.slabs, self.free = pool, nbytes, [], []
-        self.more()
-
-    cdef int more(self) except -1:
-        cdef int i
-        slab = self.pool.malloc(BLOCKS_AT_ONCE * self.nbytes)
-        self.slabs.append(slab)
-        for i in range(BLOCKS_AT_ONCE):
-            self.free.append(<uintptr_t>slab.ptr + <uintptr_t>(i * self.nbytes))
-        return 0
-
-    cdef Block take(self):
-        """A block; what it held may still be in use by earlier work of this Buffer: all later work comes after."""
-        cdef Block block = Block.__new__(Block)
-        if not self.free:
-            self.more()
-        block.at = self.free.pop()
-        block.home = self
-        return block
-
-
-@cython.no_gc_clear
-cdef class Block:
-    def __dealloc__(self):
-        if self.home is not None and self.home.free is not None:       # None: the collector has come to it first
-            self.home.free.append(self.at)
-
-
-cdef class CudaLowLatencyHandle(LowLatencyHandle):
-    cpdef object expert_counts(self):
-        import cupy
-        memory = cupy.cuda.UnownedMemory(<uintptr_t>self.arrays.counts, self.num_local * 8, self.block)
-        return cupy.ndarray((self.num_local,), np.int64, memptr=cupy.cuda.MemoryPointer(memory, 0))
-
-    @property
-    def num_recv_tokens(self):
-        return self.expert_counts().sum()
-
-    cdef int fetch(self, CudaEvent event) except -1:
-        """Wait for a call, and copy what it and those before have found; 0: there is nothing any more."""
-        if event is not None:
-            event.synchronize()
-        if self.backend is None:
-            return 0
-        check(epcy_cuda_fetch(&self.found, self.arrays.found, sizeof(self.found)), "cudaMemcpy")
-        return 1
-
-    cdef object num_dropped(self, int which, uint32_t ranks):
-        """Lanes by rank, where the kernels have counted any."""
-        cdef int32_t[::1] counts
-        cdef int num_ranks = self.backend.num_ranks
-        lanes = np.zeros(num_ranks, np.int32)
-        if ranks:
-            counts = lanes
-            check(epcy_cuda_fetch(&counts[0], self.arrays.dropped + which * num_ranks, num_ranks * 4), "cudaMemcpy")
-        return lanes.astype(np.int64)
-
-    @property
-    def num_lanes_not_sent(self):
-        return self.num_dropped(0, self.found.not_sent_to) if self.fetch(self.sent or self.event) else None
-
-    @property
-    def num_lanes_not_returned(self):
-        if not self.fetch(self.combined or self.event):
-            return None
-        return self.num_dropped(1, self.found.not_returning if self.combined is not None else 0)
-
-    @property
-    def missing_ranks(self):
-        if not self.received or not self.fetch(self.event):
-            return ()
-        return tuple([r for r in range(self.backend.num_ranks) if self.found.missing >> r & 1])
-
-    def check(self):
-        cdef epcy_low_latency_found found
-        if self.error is None and self.received and self.fetch(self.event):
-            found = self.found
-            if found.verdict:       # the Buffer has its text, or has told it already
-                self.error = self.backend.reported() or self.backend.last_error
-            elif found.has_bad:
-                self.error = verdicts.bad_id(self.backend.rank, found.bad_token, found.bad_lane, found.bad_value,
-                                             self.backend.shape.num_experts)
-            elif found.left_by:
-                self.error = verdicts.left_out(self.epoch, "low_latency_dispatch", [
-                    r for r in range(self.backend.num_ranks) if found.left_by >> r & 1])
-        if self.error is not None:
-            raise self.error
 
 
 cdef class LowLatencyNvshmemBackend(NvshmemBackend):
@@ -392,8 +300,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         inside = NvshmemBackend.low_latency_combine_input(self, kind)
         if self.checks:             # NaN, where the user writes nothing
             stream = self.xp.cuda.get_current_stream()
-            if self.last is not None and self.last_stream != <uintptr_t>stream.ptr:
-                check(epcy_cuda_event_wait(self.last.event, <void *><uintptr_t>stream.ptr), "cudaStreamWaitEvent")
+            self.come_behind(stream.ptr)
             self.poison(inside.data.ptr - <uintptr_t>self.start, self.low_latency.num_rows, stream.ptr)
         return inside
 
@@ -461,7 +368,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         return self.asked | self.mapped.report.masked
 
     cdef int64_t num_masked(self) noexcept:
-        cdef uint32_t bits = self.asked | self.mapped.report.masked
+        cdef uint32_t bits = self.mask_bits()
         return bin(bits).count("1") if bits else 0
 
     cpdef masked(self):
@@ -471,7 +378,6 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
     cpdef set_mask(self, int rank, bint masked):
         """Behind all calls that were made: kernels read the masks when they begin."""
         cdef uint32_t bit = <uint32_t>1 << rank
-        cdef CudaEvent event
         cdef int previous = 0
         if self.put_wire.bytes:
             raise NotSupportedError("rank: expected none to be masked where puts carry low-latency calls, which need "
@@ -486,13 +392,10 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             self.mapped.report.masked &= ~bit
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            if self.last is not None and self.last_stream != self.own_stream:
-                check(epcy_cuda_event_wait(self.last.event, <void *>self.own_stream), "cudaStreamWaitEvent")
+            self.come_behind(self.own_stream)
             check(epcy_cuda_launch_mask(&self.peers, bit if masked else 0, 0 if masked else bit,
                                         <void *>self.own_stream), "launching a mask")
-            event = CudaEvent.__new__(CudaEvent)
-            event.record(self.own_stream)
-            self.last, self.last_stream = event, self.own_stream
+            self.be_last(CudaEvent.__new__(CudaEvent), self.own_stream)
         finally:
             if previous != self.device:
                 epcy_cuda_set_device(previous, NULL)
@@ -512,7 +415,6 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         """Take part in a call without data, so that the others learn why and stay in step."""
         cdef int previous = 0, kind = op - <int>OP_DISPATCH
         cdef epcy_peers peers = self.peers
-        cdef CudaEvent event = CudaEvent.__new__(CudaEvent)
         if kind != LOW_LATENCY_DISPATCH and kind != LOW_LATENCY_COMBINE:
             return NvshmemBackend.refuse(self, op, text)
         raw = f"rank {self.rank} refused {OPERATIONS[op]}: {text}".encode()[:EPCY_CUDA_TEXT_BYTES - 1]
@@ -520,12 +422,10 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         self.steps[kind] += 1
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            if self.last is not None and self.last_stream != self.own_stream:
-                check(epcy_cuda_event_wait(self.last.event, <void *>self.own_stream), "cudaStreamWaitEvent")
+            self.come_behind(self.own_stream)
             self.carrier.prepare(&peers)
             self.carrier.refuse(&peers, &self.wire, kind, <uint32_t>op, raw, self.own_stream)
-            event.record(self.own_stream)
-            self.last, self.last_stream = event, self.own_stream
+            self.be_last(CudaEvent.__new__(CudaEvent), self.own_stream)
         finally:
             if previous != self.device:
                 epcy_cuda_set_device(previous, NULL)
@@ -537,8 +437,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
             return 0
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            if self.last is not None and self.last_stream != self.own_stream:
-                check(epcy_cuda_event_wait(self.last.event, <void *>self.own_stream), "cudaStreamWaitEvent")
+            self.come_behind(self.own_stream)
             return self.carrier.quiet(self.own_stream)
         finally:
             epcy_cuda_set_device(previous, NULL)

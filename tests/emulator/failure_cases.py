@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from emulator import draws
-from emulator.high_throughput import OP_BARRIER, Ranks
+from emulator.high_throughput import OP_BARRIER, OP_DISPATCH, Ranks
 from emulator.high_throughput_cases import check_combine, check_dispatch, outputs
 from emulator.structs import C
 from emulator.world import FOREVER
@@ -131,3 +131,23 @@ def reset(world: Ranks, seed: int, round: int) -> None:
     for r in range(world.R):
         assert world.verdicts(r, *told[r])[r] == C.EPCY_VERDICT_OK, f"rank {r}"
         assert not world.report(r).expired, f"rank {r}"
+
+
+def check_refusal(world: Ranks, rng: Any, layout: str, waits: bool) -> None:
+    """Rank 1 refuses a dispatch: the others are told, nothing moves, and the next calls work."""
+    given = inputs(rng, world, layout)
+    others = [r for r in range(world.R) if r != 1]
+    got = [queue_dispatch(world, r, given, worst=0 if waits else 20) for r in others]
+    world.refuse(1, OP_DISPATCH, "rank 1 refused dispatch: no")
+    world.run(1)
+    for r, one in zip(others, got, strict=True):
+        report = world.report(r)
+        if waits:
+            assert world.verdicts(r, one.report, one.ticket) == [C.EPCY_VERDICT_REFUSED] * world.R
+        else:
+            assert (report.late_verdict, report.late_rank) == (C.EPCY_VERDICT_REFUSED, 1)
+            assert report.late_text == b"rank 1 refused dispatch: no"
+        assert (one.payload.view(np.uint8) == 0x77).all(), "nothing moves"
+    assert not world.report(1).late_verdict
+    clear(world)
+    check_good_call(world, rng, 2, layout)

@@ -12,13 +12,14 @@ from emulator.failure_cases import (
     OPS,
     TIMEOUT_NS,
     check_good_call,
+    check_refusal,
     clear,
     failed_ranks,
     inputs,
     queue_dispatch,
     reset,
 )
-from emulator.high_throughput import OP_BARRIER, OP_DISPATCH, Ranks
+from emulator.high_throughput import OP_BARRIER, Ranks
 from emulator.high_throughput_cases import check_dispatch
 from emulator.structs import C
 
@@ -44,22 +45,7 @@ def test_barrier(seed: int) -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_refusal(layout: str, waits: bool) -> None:
     world, rng = make()
-    given = inputs(rng, world, layout)
-    worst = 0 if waits else 20
-    got = [queue_dispatch(world, r, given, worst=worst) for r in (0, 2)]
-    world.refuse(1, OP_DISPATCH, "rank 1 refused dispatch: no")
-    world.run(1)
-    for r, one in zip((0, 2), got, strict=True):
-        report = world.report(r)
-        if waits:
-            assert world.verdicts(r, one.report, one.ticket) == [C.EPCY_VERDICT_REFUSED] * 3
-        else:
-            assert (report.late_verdict, report.late_rank) == (C.EPCY_VERDICT_REFUSED, 1)
-            assert report.late_text == b"rank 1 refused dispatch: no"
-        assert (one.payload.view(np.uint8) == 0x77).all(), "nothing moves"
-    assert not world.report(1).late_verdict
-    clear(world)
-    check_good_call(world, rng, 2, layout)
+    check_refusal(world, rng, layout, waits)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -12,13 +12,13 @@ from emulator.failure_cases import (
     OPS,
     TIMEOUT_NS,
     check_good_call,
+    check_refusal,
     clear,
     failed_ranks,
     inputs,
     queue_dispatch,
     reset,
 )
-from emulator.high_throughput import OP_DISPATCH
 from emulator.high_throughput_cases import check_dispatch, random_case
 from emulator.nodes import NodesRanks
 from emulator.structs import C
@@ -54,21 +54,7 @@ def make(R: int = 4, path: str = "hierarchical", **options: Any) -> tuple[NodesR
 @pytest.mark.parametrize("waits", [True, False])
 def test_refusal(layout: str, waits: bool) -> None:
     world, rng = make()
-    given = inputs(rng, world, layout)
-    got = {r: queue_dispatch(world, r, given, worst=0 if waits else 20) for r in (0, 2, 3)}
-    world.refuse(1, OP_DISPATCH, "rank 1 refused dispatch: no")
-    world.run(1)
-    for r, one in got.items():
-        report = world.report(r)
-        if waits:
-            assert world.verdicts(r, one.report, one.ticket) == [C.EPCY_VERDICT_REFUSED] * 4
-        else:
-            assert (report.late_verdict, report.late_rank) == (C.EPCY_VERDICT_REFUSED, 1)
-            assert report.late_text == b"rank 1 refused dispatch: no"
-        assert (one.payload.view(np.uint8) == 0x77).all(), "nothing moves"
-    assert not world.report(1).late_verdict
-    clear(world)
-    check_good_call(world, rng, 2, layout)
+    check_refusal(world, rng, layout, waits)
 
 
 @pytest.mark.parametrize("waits", [True, False])
