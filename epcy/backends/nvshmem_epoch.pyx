@@ -126,7 +126,8 @@ cdef class NvshmemEpoch(NvshmemWaits):
         cdef int previous = 0
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            self.tell_gone(self.mask_bits())
+            if not again:   # they know; who has met this rank in its rounds since would take it for news
+                self.tell_gone(self.mask_bits())
             self.settle("reset")
             self.late_error()
             self.one_reset()

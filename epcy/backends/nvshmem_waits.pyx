@@ -56,10 +56,12 @@ cdef class NvshmemWaits(NvshmemHeap):
             self.fail(op, outcomes)
 
     def break_off(self):
-        """Make the kernels that wait give up."""
+        """Make the kernels that wait give up; those of reset do not, nor do others wait for a rank that is in it."""
         cdef uint32_t one = 1
         cdef epcy_local *local = NULL
         self.broken = True
+        if self.reset_is_open:
+            return
         epcy_cuda_put(self.start + self.peers.control.local + <int64_t>&local.broken, &one, 4)
         self.tell_gone()
 
