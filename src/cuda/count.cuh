@@ -5,10 +5,10 @@
 // many chunks for a destination as blocks for it. Counts of the chunks that are not used are sent as 0: a receiver needs
 // not know how many there are.
 #pragma once
-#include "mover.cuh"
+#include "launch.cuh"
 #include "step.cuh"
 
-constexpr int kThreads = 256, kWarps = kThreads / 32, kOthers = kThreads - 32 * kMoverWarps, C = EPCY_MAX_CHUNKS;
+constexpr int kThreads = 256, kWarps = kThreads / 32, C = EPCY_MAX_CHUNKS;
 static_assert(C == 32, "a lane a chunk");
 
 // A block's part of the work.

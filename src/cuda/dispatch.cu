@@ -1,7 +1,10 @@
 // Dispatch in the rank layout: one kernel counts, exchanges counts, and moves every row once to its final place.
 #include "count.cuh"
+#include "row_mover.cuh"
 
 namespace {
+
+constexpr int kOthers = kThreads - 32 * kRowWarps;
 
 // Whether vectors of 16 bytes fit the lanes of a token, everywhere they lie.
 EPCY_DEVICE bool lanes_in_vectors(const epcy_cuda_dispatch &a) {
@@ -12,7 +15,7 @@ EPCY_DEVICE bool lanes_in_vectors(const epcy_cuda_dispatch &a) {
 template <typename Id>
 EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, int d, const int32_t *list, int base, int n,
                              char *area) {
-  const int K = (int)s.p.shape.num_topk, me = threadIdx.x - 32 * kMoverWarps;
+  const int K = (int)s.p.shape.num_topk, me = threadIdx.x - 32 * kRowWarps;
   int64_t *idx = (int64_t *)(area + s.p.area.topk_idx);
   float *weights = (float *)(area + s.p.area.topk_weights), *scales = (float *)(area + s.p.area.scales);
   const bool vectors = lanes_in_vectors(a);
@@ -60,7 +63,7 @@ template <typename Id>
 EPCY_DEVICE void keep_routing(const Step &s, const epcy_cuda_dispatch &a, const Role &role, const int32_t *list,
                               int base, int n, uint32_t limit, int *hist) {
   const int K = (int)s.p.shape.num_topk, L = s.p.num_local, R = s.num_ranks;
-  const int me = threadIdx.x - 32 * kMoverWarps, t0 = first_token(a, role.j, role.g),
+  const int me = threadIdx.x - 32 * kRowWarps, t0 = first_token(a, role.j, role.g),
             t1 = first_token(a, role.j + 1, role.g);
 #pragma unroll 1
   for (int e = me; e < L; e += kOthers) hist[e] = 0;
@@ -83,7 +86,7 @@ EPCY_DEVICE void keep_routing(const Step &s, const epcy_cuda_dispatch &a, const 
 
 // The same warps of this rank's own blocks: sum everybody's lanes for each local expert; a warp an expert.
 EPCY_DEVICE void sum_experts(const Step &s, const epcy_cuda_dispatch &a, const Role &role) {
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - kMoverWarps, warps = kOthers / 32;
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - kRowWarps, warps = kOthers / 32;
   const int64_t L = s.p.num_local;
   uint64_t *reported = (uint64_t *)(s.p.report + 1);
 #pragma unroll 1
@@ -106,7 +109,7 @@ EPCY_DEVICE void sum_experts(const Step &s, const epcy_cuda_dispatch &a, const R
 
 // Worst case: rows past the count say so.
 EPCY_DEVICE void fill_rows(const Step &s, const epcy_cuda_dispatch &a, const Role &role, char *area, int64_t rows) {
-  const int K = (int)s.p.shape.num_topk, me = threadIdx.x - 32 * kMoverWarps;
+  const int K = (int)s.p.shape.num_topk, me = threadIdx.x - 32 * kRowWarps;
   int64_t *idx = (int64_t *)(area + s.p.area.topk_idx);
   float *weights = (float *)(area + s.p.area.topk_weights);
 #pragma unroll 1
@@ -132,11 +135,12 @@ EPCY_DEVICE void tell_host(const Step &s, const epcy_cuda_dispatch &a, const Rol
 
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, 1)
-    dispatch_rows(const __grid_constant__ epcy_cuda_dispatch a, const MoverShape shape) {
+    dispatch_rows(const __grid_constant__ epcy_cuda_dispatch a, const RowShape shape) {
   char *dynamic = aligned_shared();
   __shared__ Counts counts;
   __shared__ Share share;
   __shared__ int verdict, warp_total[kWarps];
+  __shared__ int32_t tokens[32];
   __shared__ unsigned long long first_bad;
   int *hist = (int *)(dynamic + shape.bytes());
   const Step s(a.peers);
@@ -146,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (blockIdx.x == 0) s.announce(a.header, a.limit, 0, EPCY_GRID(gridDim.x, a.num_peer_blocks, a.num_own_blocks));
   if (threadIdx.x == 0) verdict = EPCY_VERDICT_OK, first_bad = ~0ull;
   if (warp == kWarps - 1 && a.cached) share_evenly(s, a, role, &share);
-  Mover mover(dynamic, shape);
+  RowMover mover(dynamic, shape, tokens);
   __syncthreads();
 
   if (!a.cached) {
@@ -156,16 +160,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
   }
   // Rows are on their way into the ring while counts and headers are.
-  Walk tokens(share.total, warp, kMoverWarps, a.row_bytes, shape.stage_bytes, [](int i) { return share.token(i); });
-  bool go_on = true;
-  auto source = [&](const char **from, uint32_t *bytes) {
-    int token;
-    int64_t offset;
-    if (!go_on || !tokens.next(&token, &offset, bytes)) return false;
-    *from = a.x + token * a.x_stride_bytes + offset;
-    return true;
-  };
-  if (warp < kMoverWarps) mover.prime(source);
+  const RowPath rows = {share.total, a.row_bytes, a.x, a.x_stride_bytes};
+  auto token_of = [](int i) { return share.token(i); };
+  if (warp < kRowWarps) mover.prime(rows, token_of);
   s.gather(a.header, &verdict);
   const bool agreed = verdict != EPCY_VERDICT_BROKEN;
   if (!a.cached && verdict == EPCY_VERDICT_OK) gather_counts(s, role.d, &verdict, &counts);
@@ -183,19 +180,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const bool moves = verdict == EPCY_VERDICT_OK;
   char *area = a.peers.base[role.d] + a.peers.heap.receive[EPCY_HEADER_AREA(theirs)];
-  if (warp < kMoverWarps) {
-    Walk rows(share.total, warp, kMoverWarps, a.row_bytes, shape.stage_bytes, [](int i) { return share.base + i; });
-    go_on = moves;
-    mover.run<true>(source, [&](uint32_t *bytes) {
-      int row;
-      int64_t offset;
-      rows.next(&row, &offset, bytes);
-      const bool fits = moves && (uint32_t)row < limit && mover.lane == 0;
-      return fits ? area + a.peers.area.payload + row * a.row_bytes + offset : nullptr;
-    });
-    mover.arrived<0>();
+  if (warp < kRowWarps) {
+    const int64_t room = (int64_t)limit - share.base;
+    const int num_fitting = room < 0 ? 0 : room < share.total ? (int)room : share.total;
+    if (moves) mover.run(rows, token_of, area + a.peers.area.payload + share.base * a.row_bytes, num_fitting);
+    else mover.give_up();
   } else {
-    const int me = threadIdx.x - 32 * kMoverWarps;
+    const int me = threadIdx.x - 32 * kRowWarps;
     if (role.j == 0 && me == 0) tell_host(s, a, role, counts, limit, verdict);
     if (moves && me == 0) count_sent(s, a, role, share);
     if (!a.cached) {
@@ -229,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 extern "C" int epcy_cuda_launch_dispatch(const epcy_cuda_dispatch *call, void *stream) {
   const int64_t hist_bytes = call->peers.num_local * 4;
-  const MoverShape shape = mover_shape(call->row_bytes, hist_bytes);
+  const RowShape shape = row_shape(call->row_bytes, hist_bytes);
   const int grid = call->num_peer_blocks * ((int)call->peers.shape.num_ranks - 1) + call->num_own_blocks;
   const size_t bytes = shape.bytes() + hist_bytes;
   return call->is_int64 ? launch_together(dispatch_rows<int64_t>, grid, kThreads, bytes, stream, *call, shape)

@@ -8,6 +8,7 @@
 
 namespace {
 
+constexpr int kOthers = kThreads - 32 * kMoverWarps;
 constexpr int kTell = 16; // rows after which a mover warp tells how far it has come
 constexpr int kTake = 4;  // rows of such a warp that a copying warp takes at a time
 

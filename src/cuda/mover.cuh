@@ -81,16 +81,6 @@ struct Mover {
 
   // A whole mover warp. `source(&from, &bytes)` gives the next item and false at the end; `target(&bytes)` gives, in the
   // same order, each lane's destination or null: a lane's own copy of the item. kOne: only lane 0 ever has one.
-  //
-  // Start to load before it is known where to: fill the ring as far as run() goes without a store.
-  template <typename Source> EPCY_DEVICE void prime(Source &&source) {
-#ifdef EPCY_HAS_BULK
-    const char *from;
-    uint32_t bytes;
-#pragma unroll 1
-    while ((int)loaded < stages - 1 - kLag && source(&from, &bytes)) load(from, bytes);
-#endif
-  }
   template <bool kOne, typename Source, typename Target, typename After>
   EPCY_DEVICE void run(Source &&source, Target &&target, After &&after) {
     const char *from;

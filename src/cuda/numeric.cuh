@@ -1,6 +1,5 @@
 // Payload elements <-> float32, to the bits of docs/numerics.md: one rounding to nearest even, one NaN.
 #pragma once
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "epcy/cuda.h"
@@ -8,10 +7,9 @@
 
 enum { kBf16, kFp16, kFp32 }; // the payload kinds of epcy/arrays.pxd
 
-EPCY_DEVICE uint32_t round_bf16(float x) {
-  return x != x ? 0x7FC0u : (uint32_t)__bfloat16_as_ushort(__float2bfloat16_rn(x));
-}
-EPCY_DEVICE uint32_t round_fp16(float x) { return x != x ? 0x7E00u : (uint32_t)__half_as_ushort(__float2half_rn(x)); }
+// Two at once, as the GPU converts them, whose NaN is 0x7FFF: as signed numbers of 16 bits it alone is above ours.
+EPCY_DEVICE uint32_t round_bf16(float low, float high) { return __vmins2(bf16_pair(low, high), 0x7FC07FC0u); }
+EPCY_DEVICE uint32_t round_fp16(float low, float high) { return __vmins2(fp16_pair(low, high), 0x7E007E00u); }
 EPCY_DEVICE uint32_t round_fp32(float x) { return x != x ? 0x7FC00000u : __float_as_uint(x); }
 
 // 16 bytes of a row: 8 or 4 elements.
@@ -34,8 +32,8 @@ template <int Dtype> struct Vector {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if (Dtype == kFp32) w[i] = round_fp32(x[i]);
-      if (Dtype == kBf16) w[i] = round_bf16(x[2 * i]) | round_bf16(x[2 * i + 1]) << 16;
-      if (Dtype == kFp16) w[i] = round_fp16(x[2 * i]) | round_fp16(x[2 * i + 1]) << 16;
+      if (Dtype == kBf16) w[i] = round_bf16(x[2 * i], x[2 * i + 1]);
+      if (Dtype == kFp16) w[i] = round_fp16(x[2 * i], x[2 * i + 1]);
     }
     return make_uint4(w[0], w[1], w[2], w[3]);
   }

@@ -70,6 +70,18 @@ EPCY_DEVICE void store_words(ulonglong2 *p, uint64_t first, uint64_t second) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(p), "l"(first), "l"(second) : "memory");
 }
 
+// ---- rounding of two numbers at once, to nearest even; NaN becomes 0x7FFF
+EPCY_DEVICE uint32_t bf16_pair(float low, float high) {
+  uint32_t v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+EPCY_DEVICE uint32_t fp16_pair(float low, float high) {
+  uint32_t v;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
 // ---- of a block: a barrier of some of its warps, and its dynamic shared memory
 template <int Id, int Threads> EPCY_DEVICE void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(Id), "n"(Threads) : "memory");

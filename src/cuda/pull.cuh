@@ -9,11 +9,22 @@
 #include "step.cuh"
 
 constexpr int kPipelines = 2, kAdders = 224, kThreads = kPipelines * (32 + kAdders);
-constexpr int kVectors = 4, kStageBytes = kAdders * kVectors * 16, kStages = 7;
+constexpr int kVectors = 4, kStageBytes = kAdders * kVectors * 16, kStages = 5;
 
-struct Stage { // what lies in a stage; written by the loader before the stage is full
-  int token, piece;
-  bool first, last, empty;
+// What lies in a stage: the loader writes that before the stage is full, and the adders read it at once. The last stage
+// of all has no token.
+struct alignas(16) Stage {
+  int token, piece, which, unused;
+};
+enum { kFirst = 1, kLast = 2, kEmpty = 4 }; // of a token's rows
+
+// A pipeline's way round its ring.
+struct Place {
+  int stage = 0;
+  uint32_t round = 0;
+  EPCY_DEVICE void next() {
+    if (++stage == kStages) stage = 0, round++;
+  }
 };
 
 #ifdef EPCY_HAS_BULK
@@ -34,26 +45,26 @@ template <int Dtype> EPCY_DEVICE void add_bias(const epcy_cuda_combine &a, int t
 // The adders: everything a token's sum is made of passes through these registers.
 template <int Dtype> struct Sum {
   float acc[kVectors][Vector<Dtype>::kElements];
-  EPCY_DEVICE void begin(const epcy_cuda_combine &a, int token, int64_t piece_at, int64_t bytes, int me) {
+  EPCY_DEVICE void begin(const epcy_cuda_combine &a, int token, int64_t piece_at, int bytes, int me) {
 #pragma unroll
     for (int v = 0; v < kVectors; v++) {
 #pragma unroll
       for (int i = 0; i < Vector<Dtype>::kElements; i++) acc[v][i] = 0.0f;
-      const int64_t at = ((int64_t)v * kAdders + me) * 16;
+      const int at = (v * kAdders + me) * 16;
       if (at < bytes) add_bias<Dtype>(a, token, piece_at + at, acc[v]);
     }
   }
-  EPCY_DEVICE void add(const char *row, int64_t bytes, int me) {
+  EPCY_DEVICE void add(const char *row, int bytes, int me) {
 #pragma unroll
     for (int v = 0; v < kVectors; v++) {
-      const int64_t at = ((int64_t)v * kAdders + me) * 16;
+      const int at = (v * kAdders + me) * 16;
       if (at < bytes) Vector<Dtype>::add(acc[v], *(const uint4 *)(row + at));
     }
   }
-  EPCY_DEVICE void end(char *out, int64_t bytes, int me) {
+  EPCY_DEVICE void end(char *out, int bytes, int me) {
 #pragma unroll
     for (int v = 0; v < kVectors; v++) {
-      const int64_t at = ((int64_t)v * kAdders + me) * 16;
+      const int at = (v * kAdders + me) * 16;
       if (at < bytes) *(uint4 *)(out + at) = Vector<Dtype>::round(acc[v]);
     }
   }
@@ -81,14 +92,13 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
   const int lane = tid & 31;
   if (tid < 32) { // the loader
     proxy_fence();
-    uint32_t item = 0;
+    Place place;
     int row, next_row;
     uint64_t moved = 0; // bytes from other ranks, for the statistics
     unsigned who = holders(s, a, begin, &row);
     auto free_stage = [&] {
-      const int st = item % kStages;
-      if (item >= kStages) barrier_wait(p.empty + st, (item / kStages - 1) & 1);
-      return st;
+      if (place.round) barrier_wait(p.empty + place.stage, (place.round - 1) & 1);
+      return place.stage;
     };
 #pragma unroll 1
     for (int token = begin; token < a.num_tokens; token += step, row = next_row) {
@@ -102,7 +112,8 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
           const int from = __shfl_sync(~0u, row, r);
           if (lane == 0) {
             const int st = free_stage();
-            p.stage[st] = {token, (int)piece, left == who, (left & (left - 1)) == 0, left == 0};
+            const int which = (left == who ? kFirst : 0) | ((left & (left - 1)) == 0 ? kLast : 0) | (left ? 0 : kEmpty);
+            p.stage[st] = {token, (int)piece, which, 0};
             if (left) {
               moved += r == s.me ? 0 : bytes;
               barrier_expect(p.full + st, bytes);
@@ -111,7 +122,7 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
               barrier_arrive(p.full + st);
             }
           }
-          item++;
+          place.next();
           left &= left - 1;
         } while (left);
       }
@@ -119,7 +130,7 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
     }
     if (lane == 0) { // a stage that says: no more
       const int st = free_stage();
-      p.stage[st].token = -1;
+      p.stage[st] = {-1, 0, 0, 0};
       barrier_arrive(p.full + st);
       if (moved) add_to(&counters_of(s.p)->bytes_moved, moved);
     }
@@ -128,18 +139,18 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
     const int me = tid - 32;
     Sum<Dtype> sum;
 #pragma unroll 1
-    for (uint32_t item = 0;; item++) {
-      const int st = item % kStages;
-      barrier_wait(p.full + st, (item / kStages) & 1);
+    for (Place place;; place.next()) {
+      const int st = place.stage;
+      barrier_wait(p.full + st, place.round & 1);
       const Stage got = p.stage[st];
       if (got.token < 0) break;
-      const int64_t at = (int64_t)got.piece * kStageBytes,
-                    bytes = a.row_bytes - at < kStageBytes ? a.row_bytes - at : kStageBytes;
-      if (got.first) sum.begin(a, got.token, at, bytes, me);
-      if (!got.empty) sum.add(ring + (int64_t)st * kStageBytes, bytes, me);
+      const int64_t at = (int64_t)got.piece * kStageBytes, rest = a.row_bytes - at;
+      const int bytes = rest < kStageBytes ? (int)rest : kStageBytes;
+      if (got.which & kFirst) sum.begin(a, got.token, at, bytes, me);
+      if (!(got.which & kEmpty)) sum.add(ring + st * kStageBytes, bytes, me);
       __syncwarp();
       if (lane == 0) barrier_arrive(p.empty + st);
-      if (got.last) sum.end(a.out + (int64_t)got.token * a.row_bytes + at, bytes, me);
+      if (got.which & kLast) sum.end(a.out + (int64_t)got.token * a.row_bytes + at, bytes, me);
     }
   }
 #else
@@ -148,7 +159,7 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
   for (int token = begin; token < a.num_tokens; token += step)
 #pragma unroll 1
     for (int64_t at = 0; at < a.row_bytes; at += kStageBytes) {
-      const int64_t bytes = a.row_bytes - at < kStageBytes ? a.row_bytes - at : kStageBytes;
+      const int bytes = a.row_bytes - at < kStageBytes ? (int)(a.row_bytes - at) : kStageBytes;
       Sum<Dtype> sum;
       sum.begin(a, token, at, bytes, tid);
 #pragma unroll 1

@@ -178,6 +178,10 @@ inline unsigned __vcmpeq4(unsigned a, unsigned b) {
   for (int i = 0; i < 32; i += 8) r |= (a >> i & 255) == (b >> i & 255) ? 255u << i : 0;
   return r;
 }
+inline unsigned __vmins2(unsigned a, unsigned b) {
+  auto least = [](unsigned x, unsigned y) { return (unsigned)(uint16_t)std::min((int16_t)x, (int16_t)y); };
+  return least(a >> 16, b >> 16) << 16 | least(a, b);
+}
 inline unsigned __vmaxu2(unsigned a, unsigned b) {
   return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF);
 }

@@ -34,6 +34,23 @@ inline uint2 load_local_pair(const uint32_t *p) {
   emulated::yield();
   return make_uint2(p[0], p[1]);
 }
+inline unsigned rounded_to_bf16(float x) {
+  if (x != x) return 0x7FFF;
+  const unsigned u = __float_as_uint(x);
+  return (u + 0x7FFF + (u >> 16 & 1)) >> 16;
+}
+inline unsigned rounded_to_fp16(float x) {
+  if (x != x) return 0x7FFF;
+  const unsigned sign = __float_as_uint(x) >> 16 & 0x8000u;
+  const float a = fabsf(x);
+  if (a >= 65520.0f) return sign | 0x7C00u;
+  int e = -14; // of the unit 2^(e - 10)
+  if (a >= 0x1p-14f) frexpf(a, &e), e -= 1;
+  const unsigned units = (unsigned)nearbyintf(ldexpf(a, 10 - e)); // below 1024 only for subnormals
+  return sign | (units + ((unsigned)(e + 14) << 10));
+}
+inline uint32_t bf16_pair(float low, float high) { return rounded_to_bf16(low) | rounded_to_bf16(high) << 16; }
+inline uint32_t fp16_pair(float low, float high) { return rounded_to_fp16(low) | rounded_to_fp16(high) << 16; }
 inline float load_foreign(const float *p) { return *p; }
 inline uint4 load_unit(const uint4 *p) { return *(const uint4 *)emulated::line_of(p); }
 inline void store_unit(uint4 *p, const uint4 &v) {
