@@ -211,8 +211,12 @@ def test_a_count_that_lies(comm, make_buffer, by):
     works(buf)
 
 
-@pytest.mark.host_only("the host waits in some of a GPU's calls alone")
-@pytest.mark.parametrize("name", [*HIGH_THROUGHPUT[:1], "combine", "barrier", "reset", *LOW_LATENCY])
+NO_WAIT = pytest.mark.host_only("of a GPU's calls these do not wait")
+INTERRUPTED = [pytest.param(name, marks=NO_WAIT) for name in ("combine", *LOW_LATENCY)]
+INTERRUPTED += ["dispatch", "barrier", "reset"]
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
 def test_an_interrupt(comm, make_buffer, name):
     buf, call = strike(make_buffer, comm, "late", name, "arrival", None)
     handler = signal.getsignal(signal.SIGINT)
