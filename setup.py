@@ -176,7 +176,8 @@ class BuildExt(build_ext):
             obj = temp / (Path(source).stem + ".o")
             if self.force or not obj.exists() or obj.stat().st_mtime < max(newest, os.path.getmtime(source)):
                 part = obj.with_suffix(".part.o")  # an interrupted compile leaves no object that looks whole
-                self.spawn([*base, *includes, "-c", source, "-o", str(part)])
+                few = ["-maxrregcount=64"] if Path(source).stem in CROWDED else []
+                self.spawn([*base, *few, *includes, "-c", source, "-o", str(part)])
                 part.replace(obj)
             return obj
 
@@ -209,6 +210,10 @@ class BuildExt(build_ext):
         shutil.copyfile(linked, part)
         part.chmod(0o755)
         part.replace(target)
+
+
+# Two blocks of 512 threads share a multiprocessor there: functions that are called must do with as few registers.
+CROWDED = ("put_nodes_combine", "put_nodes_dispatch")
 
 
 class BuildPy(build_py):

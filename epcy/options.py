@@ -78,8 +78,8 @@ OPTIONS: tuple[Option, ...] = (
            "node, to the rank of the same place in it, which passes it on; a node's sum goes back. direct: to each "
            "rank, and from each. They round differently (docs/numerics.md). On one node there is no difference.",
            env="EPCY_PATH", choices=("direct", "hierarchical")),
-    Option("node_chunk_tokens", "int", "Tokens of a message between nodes. By default as many as 256 KiB hold, on "
-           "nvshmem at most 16.",
+    Option("node_chunk_tokens", "int", "Tokens of a message between nodes. By default as many as 256 KiB hold; on "
+           "nvshmem 128 KiB, and at most 16.",
            env="EPCY_NODE_CHUNK_TOKENS", minimum=1, maximum=2**24),
     Option("num_node_buffers", "int", "Messages that may be on their way to a rank of another node, and those that it "
            "has not worked on yet.", default=2, env="EPCY_NUM_NODE_BUFFERS", minimum=1, maximum=1024),

@@ -26,7 +26,7 @@ def far_ranks(options, num_ranks, rank):
     return sum([1 << other for other in range(num_ranks) if other // node != rank // node])
 
 
-USUAL_CHUNK_BYTES, MOST_CHUNK_TOKENS = 1 << 18, 16
+USUAL_CHUNK_BYTES, MOST_CHUNK_TOKENS = 1 << 17, 16
 
 
 def chunk_tokens(options, row_bytes, num_max_tokens):

@@ -99,14 +99,15 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
         m.num_steps = len(steps)
 
     def choose_blocks(self, num_sms):
-        """Each thing that a kernel does has as many blocks: to send and to receive for each group, and at home."""
+        """Each thing that a kernel does has as many blocks: to send and to receive for each group, and at home. Two
+        share a multiprocessor."""
         NvshmemBackend.choose_blocks(self, num_sms)
-        most = min(num_sms or self.num_multiprocessors, self.num_multiprocessors)
+        most = 2 * min(num_sms or self.num_multiprocessors, self.num_multiprocessors)
         kinds = 1 + 2 * max(1, self.nodes_wire.num_groups)
         self.node_blocks = max(1, min(self.nodes_wire.num_channels, most // kinds))
 
     def num_blocks(self, str op, str layout):
-        return self.node_blocks * (1 + 2 * self.nodes_wire.num_groups)
+        return -(-self.node_blocks * (1 + 2 * self.nodes_wire.num_groups) // 2)
 
     # ---- calls ------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,10 @@
 
 #define EPCY_NODES_RECORD_BYTES 2048 /* before ids and weights */
 #define EPCY_NODES_PARTS 64          /* blocks that write a record */
-#define EPCY_NODES_MAX_CHANNELS 32
-#define EPCY_NODES_USUAL_BLOCKS 128 /* of a kernel that moves rows */
+#define EPCY_NODES_USUAL_BLOCKS 128 /* of kernels whose blocks do not wait for each other */
+/* Of those that move rows, two on each multiprocessor; a third of them sends to one group. A block puts 3 to 5 GB/s. */
+#define EPCY_NODES_MOVING_BLOCKS 252
+#define EPCY_NODES_MAX_CHANNELS 84
 #define EPCY_NODES_IDS 1u           /* what a record has behind it */
 #define EPCY_NODES_WEIGHTS 2u
 
@@ -56,7 +58,7 @@ typedef struct epcy_nodes_wire {
 EPCY_INLINE int64_t epcy_nodes_up16(int64_t bytes) { return epcy_round_up(bytes, 16); }
 
 EPCY_INLINE int32_t epcy_nodes_num_channels(int32_t num_groups) {
-  const int32_t most = EPCY_NODES_USUAL_BLOCKS / (1 + 2 * num_groups);
+  const int32_t most = EPCY_NODES_MOVING_BLOCKS / (1 + 2 * num_groups);
   return most > EPCY_NODES_MAX_CHANNELS ? EPCY_NODES_MAX_CHANNELS : most < 1 ? 1 : most;
 }
 

@@ -245,7 +245,7 @@ template <int Dtype> struct Taker {
 };
 
 template <int Dtype>
-__global__ void __launch_bounds__(kBlock, 1) bring_back(const __grid_constant__ epcy_nodes_call a) {
+__global__ void __launch_bounds__(kBlock, 2) bring_back(const __grid_constant__ epcy_nodes_call a) {
   __shared__ int taken[EPCY_MAX_RANKS];
   const NodeCall s(a);
   const int verdict = s.judge();

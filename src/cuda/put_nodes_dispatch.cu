@@ -126,7 +126,7 @@ EPCY_DEVICE void store_at_home(const NodeCall &s, int c) {
   if (moved) add_to(&counters_of(s.p)->bytes_moved, moved);
 }
 
-__global__ void __launch_bounds__(kBlock, 1) move_rows(const __grid_constant__ epcy_nodes_call a) {
+__global__ void __launch_bounds__(kBlock, 2) move_rows(const __grid_constant__ epcy_nodes_call a) {
   const NodeCall s(a);
   if (s.judge() != EPCY_VERDICT_OK) return;
   const Part part(a);
