@@ -286,7 +286,8 @@ cdef class Buffer(HighThroughputCalls):
         """Give the memory back; arrays that look into the Buffer die with it.
 
         Collective, blocking; the same order of Buffers on every rank. Calling it again does nothing. A broken Buffer
-        only leaves: its memory goes when the process ends. So does one with masked ranks.
+        only leaves: its memory goes when the process ends. So do one with masked ranks, and those of the ranks that
+        others have masked, or that others left so, without an error.
 
         Parameters
         ----------

@@ -155,6 +155,10 @@ cdef class HostNodes(HostLowLatencyBackend):
         self.comm.Free()
         return 0
 
+    cdef int listen(self) except -1:
+        self.pump()
+        return 0
+
     def close(self, together):
         try:
             HostEpoch.close(self, together)

@@ -34,6 +34,10 @@ Record = tuple[int, int, int, int, int, int, int]
 LowLatencyRecord = tuple[int, int, int, int, int, int, int, int, int]
 
 
+# What is left to do after a free() that failed: no reset(), which a Buffer that was freed does not take.
+FREED = "this rank has left the Buffer all the same, and its memory goes when the process ends"
+
+
 def late(
     operation: str,
     epoch: int,
@@ -62,6 +66,8 @@ def late(
     after = "reset() on all ranks makes this Buffer usable again"
     if operation == "reset":
         after = "call reset() again on every rank where it raised: it goes on where it was"
+    elif operation == "free":
+        after = FREED
     return PeerTimeoutError(
         f"{operation} (call {epoch}) on rank {rank}: {happened}: {where}. {remedy}, or give a larger timeout; {after}",
         culprits,
@@ -106,9 +112,10 @@ def elsewhere(epoch: int, rank: int, operations: Sequence[int]) -> MismatchError
     shown = ", ".join(
         f"rank {r}: {f'in {OPERATIONS[op]}' if op else 'in no call yet'}" for r, op in enumerate(operations)
     )
+    after = FREED if operations[rank] == OPERATIONS.index("free") else "call reset() on all ranks first"
     return MismatchError(
         f"operation: the ranks disagree in call {epoch} of rank {rank}: {shown}; every rank must make the same calls "
-        "on a Buffer in the same order; call reset() on all ranks first"
+        f"on a Buffer in the same order; {after}"
     )
 
 
@@ -186,10 +193,11 @@ def crossed(
     operation: str, epoch: int, rank: int, other: int, other_operation: str, other_epoch: int, here: int
 ) -> MismatchError:
     """Return the error of two ranks that wait for each other in different Buffers."""
+    after = f"reset() the other one; of this one, {FREED}" if operation == "free" else "reset() both"
     return MismatchError(
         f"operation: the ranks use their Buffers in different orders: rank {rank} is in {operation} (call {epoch}) of "
         f"this Buffer and has not left call {here} of another one, where rank {other} is in {other_operation} (call "
-        f"{other_epoch}); issue the calls of different Buffers in the same order on every rank, and reset() both"
+        f"{other_epoch}); issue the calls of different Buffers in the same order on every rank, and {after}"
     )
 
 
