@@ -10,6 +10,7 @@ from epcy.backends.call cimport Call
 from epcy.backends.cuda cimport *
 from epcy.backends.cuda_event cimport CudaEvent
 from epcy.backends.cuda_low_latency cimport epcy_cuda_launch_reset
+from epcy.backends.nvshmem_waits cimport LEFT, LEFT_ALONE
 from epcy.backends.symmetric cimport check
 
 from epcy.errors import EpcyError, HeapError
