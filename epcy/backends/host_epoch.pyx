@@ -20,6 +20,7 @@ cdef class HostEpoch(HostWaits):
         # A rank that refused call n - 1 did not wait there: the record of n - 2 must not be needed any more.
         self.wait(op, EPCY_WORD_ARRIVED, self.h.epoch, self.h.epoch + 1)
         self.h.epoch += 1
+        self.entered = self.h.epoch
         self.in_call = True
         record = epcy_host_record(&self.h, self.h.rank, self.h.epoch)
         memset(record, 0, sizeof(epcy_record) - EPCY_TEXT_BYTES)
@@ -54,7 +55,7 @@ cdef class HostEpoch(HostWaits):
 
     cdef int leave(self) except -1:
         if self.in_call and not self.broken:
-            self.break_off(self.h.epoch)
+            self.break_off(self.entered)
         return 0
 
     def refuse(self, int op, str text):

@@ -6,10 +6,20 @@ import re
 from collections.abc import Sequence
 
 from epcy.backends.names import LAYOUTS, PAYLOADS, REDUCTIONS
-from epcy.errors import ArgumentError, CapacityError, EpcyError, MismatchError, PeerError, PeerTimeoutError
+from epcy.errors import (
+    ArgumentError,
+    BackendError,
+    CapacityError,
+    EpcyError,
+    HeapError,
+    MismatchError,
+    PeerError,
+    PeerTimeoutError,
+)
 from epcy.status import OPERATIONS
 
 __all__ = [
+    "as_our_own",
     "bad_id",
     "crossed",
     "dropped",
@@ -245,6 +255,20 @@ def dropped(epoch: int, rank: int, num_rows: int, limit: int) -> CapacityError:
         f"num_worst_tokens: rank {rank} received {num_rows} rows in dispatch (call {epoch}), num_worst_tokens={limit}; "
         f"the rest was dropped: give num_worst_tokens={num_rows} or more"
     )
+
+
+def as_our_own(error: Exception, step: str) -> Exception:
+    """Return an error of Python's for want of memory or of the operating system as one of ours; others as they are."""
+    if isinstance(error, EpcyError):
+        return error
+    text = str(error) or type(error).__name__
+    if isinstance(error, MemoryError):
+        return HeapError(
+            f"memory: none left in {step} ({text}); give smaller sizes, or allow more memory (ulimit -v, cgroup)"
+        )
+    if isinstance(error, OSError):
+        return BackendError(f"system: a call failed in {step} ({text})", "libc", error.errno or 0)
+    return error
 
 
 def with_rank(error: EpcyError, rank: int) -> EpcyError:
