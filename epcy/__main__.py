@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from epcy.command_line import FAILURES, parse, positive, report, whole
+
 MOST_SECONDS = 1e9
 
 
@@ -24,49 +26,29 @@ def info(arguments: argparse.Namespace) -> int:
 def top(arguments: argparse.Namespace) -> int:
     """Show what running ranks do."""
     from epcy import top as screen
-    from epcy.errors import EpcyError
 
-    try:
-        return screen.show(arguments.status_dir, once=arguments.once, interval_s=arguments.interval)
-    except EpcyError as error:
-        sys.stderr.write(f"epcy: {error}\n")
-        return 2
+    return screen.show(arguments.status_dir, once=arguments.once, interval_s=arguments.interval)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Tell whether this machine, or this job, is set up as it should be."""
     from epcy.doctor.report import main as examine
-    from epcy.errors import EpcyError
 
-    try:
-        return examine(arguments.json, arguments.strict, arguments.root)
-    except EpcyError as error:
-        sys.stderr.write(f"epcy: {error}\n")
-        return 2
+    return examine(arguments.json, arguments.strict, arguments.root)
 
 
 def replay(arguments: argparse.Namespace) -> int:
     """Replay a recording in a job that is started for it, or shrink it."""
     from epcy import replay as jobs
-    from epcy.errors import EpcyError
 
-    try:
-        return jobs.main(arguments)
-    except EpcyError as error:
-        sys.stderr.write(f"epcy: {error}\n")
-        return 2
+    return jobs.main(arguments)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Tell what dispatch and combine should take on many nodes."""
-    from epcy.errors import EpcyError
     from epcy.simulate.report import main as predict
 
-    try:
-        return predict(arguments)
-    except EpcyError as error:
-        sys.stderr.write(f"epcy: {error}\n")
-        return 2
+    return predict(arguments)
 
 
 class Progress:
@@ -133,27 +115,15 @@ def measure(arguments: argparse.Namespace) -> int:
                 comm, arguments.tokens, seconds=arguments.seconds, say=say, step=progress.step,
                 backend=arguments.backend, **sizes,
             )  # fmt: skip
-    except EpcyError as error:
-        say(f"epcy: {error}")
-        if comm.rank:  # it may be this rank's alone, and the others wait for it
-            sys.stderr.write(f"epcy: rank {comm.rank}: {error}\n")
-        return 2
+    except (EpcyError, *FAILURES) as error:
+        progress.close()
+        return report("epcy", error, comm)
     finally:
         progress.close()
     return 0
 
 
-def _seconds(text: str) -> float:
-    """A length of time: above 0, and none that clocks and waits cannot take."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(
-            f"expected seconds, above 0 and at most {MOST_SECONDS:g}, got {text!r}"
-        )
-    return value
+_seconds = positive("seconds", MOST_SECONDS)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -200,7 +170,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--shrink", action="store_true", help="try smaller and smaller ones that still fail")
     command.add_argument("--output", metavar="FILE", help="where the smallest goes (FILE.shrunk.npz)")
-    command.add_argument("--ranks", type=int, metavar="N", help="how many (as recorded)")
+    command.add_argument("--ranks", type=whole(1), metavar="N", help="how many (as recorded)")
     command.add_argument(
         "--backend", choices=("host", "nvshmem"), help="what moves the tokens (epcy's choice)"
     )
@@ -241,19 +211,23 @@ def parser() -> argparse.ArgumentParser:
         ("--experts", 256, "experts of all ranks"),
         ("--topk", 8, "experts of a token"),
     ):
-        command.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (%(default)s)")
+        command.add_argument(flag, type=whole(1), default=default, metavar="N", help=f"{text} (%(default)s)")
     return main_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    arguments = parser().parse_args(argv)
+    from epcy.errors import EpcyError
+
+    arguments = parse(parser(), argv)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except (EpcyError, *FAILURES) as error:
+        code = report("epcy", error)
     return code
 
 

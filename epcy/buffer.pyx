@@ -5,7 +5,7 @@ Its calls are in its base classes: high_throughput.pyx, sms.pyx, low_latency.pyx
 """
 
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 from libc.stdint cimport int64_t
@@ -18,10 +18,11 @@ from epcy.low_latency_checks cimport LowLatencyChecker
 
 from epcy import backends, model, startup, topology
 from epcy.arrays import DTYPES
-from epcy.backends import bootstrap, cuda_sizes
+from epcy.backends import bootstrap, cuda_sizes, verdicts
 from epcy.backends.host_heap import heap_layout
-from epcy.errors import ArgumentError, EpcyError, NotSupportedError, PeerTimeoutError, StateError
-from epcy.faults import parse as parse_faults
+from epcy.errors import ArgumentError, EpcyError, NotSupportedError, StateError
+from epcy.faults import Faults
+from epcy.high_throughput import OP_BARRIER
 from epcy.options import BY_NAME, OPTIONS, resolve
 from epcy.shape import shape_of
 from epcy.tune import lookup as tuned
@@ -85,11 +86,12 @@ cdef class Buffer(HighThroughputCalls):
             from mpi4py import MPI
             comm = MPI.COMM_WORLD
         bootstrap.check(comm)
-        values, asked, shape, error, found = {}, {}, None, None, (None, None, None)
+        values, asked, shape, error, found, faults = {}, {}, None, None, (None, None, None), None
         try:
             values = {name: value.value for name, value in resolve(given).items()}
             shape = shape_of(values, comm.Get_size())
-            parse_faults(values["faults"] or "")
+            faults = Faults(values["faults"] or "", comm.Get_rank())
+            faults.take("constructor", "arrival")
             found = backends.find(values["backend"])
             values["backend"] = found[0]
             asked = dict(values)    # what a rank found out by measuring may differ
@@ -97,23 +99,33 @@ cdef class Buffer(HighThroughputCalls):
                 values[name] = best
             if values["num_sms"] is None:
                 model.all_stored(found[0], comm.Get_size(), 1)      # a file that cannot be read is told here
-        except EpcyError as caught:
+            faults.take("constructor", "arrival")
+        except Exception as caught:
             error = caught
         timeout = values.get("timeout", BY_NAME["timeout"].default)
         self.comm = bootstrap.duplicate(comm, timeout)
         self.rank, self.size, self._pid = self.comm.rank, self.comm.size, getpid()
         try:
-            self._construct(values, asked or values, shape, error, found, timeout)
-        except EpcyError as refused:
-            if not isinstance(refused, PeerTimeoutError):       # then every rank raises: the copy can go
+            self._construct(values, asked or values, shape, error, found, timeout, faults)
+        except BaseException as caught:
+            told, all_raise = bootstrap.tell(self.comm, caught, timeout, "Buffer()")
+            if self._backend is not None:
+                self._backend.abandon(all_raise)
+                self._backend = self._checker = None
+            if all_raise:
                 self.comm.Free()
-            raise
-        if self._num_sms is None:
-            self._make_plan(model.all_stored(self.backend, self.size, self.topology.num_nodes))
+            if told is caught:
+                raise
+            raise told from caught
         if values["preinitialize"]:
-            self.warmup()
+            try:
+                self.warmup()
+            except BaseException as caught:
+                with suppress(EpcyError):       # the error that ended the warmup is the one to see
+                    self._leave(isinstance(caught, Exception))
+                raise
 
-    def _construct(self, dict values, dict asked, dict shape, error, found, timeout):
+    def _construct(self, dict values, dict asked, dict shape, error, found, timeout, faults):
         """Agree with the other ranks and make the backend; what fails here fails on every rank."""
         identities = bootstrap.agree(self.comm, self._compared(asked), error, timeout)
         if found[0] == "nvshmem":       # after the comparison: ranks that differ hear of that
@@ -136,6 +148,11 @@ cdef class Buffer(HighThroughputCalls):
         self.topology = replace(self.topology, low_latency_transport=self._backend.low_latency_transport,
                                 transport=self._backend.transport)
         self._checker = LowLatencyChecker(self._backend, shape, values)
+        faults.take("constructor", "completion")
+        if self._num_sms is None:
+            self._make_plan(model.all_stored(self.backend, self.size, self.topology.num_nodes))
+        faults.take("constructor", "completion")
+        bootstrap.exchange(self.comm, None, None, timeout, "Buffer()")
 
     @staticmethod
     def _compared(values):
@@ -204,26 +221,36 @@ cdef class Buffer(HighThroughputCalls):
             self._unrecorded = False
 
     def _warm(self):
-        self._backend.touch()
         with nullcontext() if self.xp is np else self.xp.cuda.Device(self.options["device"]):
-            x, idx, weights = self.warm_tokens(self._num_max_tokens)
-            if self._backend.low_latency is not None:
-                few = self.warm_tokens(self._shape["num_low_latency_tokens"])
-            for _ in range(1 if self.xp is np else 2):  # once more: there the host's part of a call is what takes long
-                self.warm_high_throughput(x, idx, weights)
+            few = quantized = None
+            try:        # all that this rank makes by itself, before the first call
+                x, idx, weights = self.warm_tokens(self._num_max_tokens)
+                if self._hidden % 16 == 0:      # else no call can send such rows
+                    scales = self.xp.ones((len(x), epcy_num_scales(self._hidden)), np.float32)
+                    quantized = self.xp.zeros(x.shape, np.uint8), scales
                 if self._backend.low_latency is not None:
+                    few = self.warm_tokens(self._shape["num_low_latency_tokens"])
+                if self._backend.faults is not None:
+                    self._backend.faults.take("warmup", "arrival")
+            except Exception as caught:
+                error = verdicts.as_our_own(caught, "warmup")
+                self._backend.refuse(OP_BARRIER, str(error) or type(error).__name__)
+                raise error from caught
+            self._backend.touch()
+            for _ in range(1 if self.xp is np else 2):  # once more: there the host's part of a call is what takes long
+                self.warm_high_throughput(x, quantized, idx, weights)
+                if few is not None:
                     self.warm_low_latency(few[0], few[1], few[2])
             self.barrier()
 
-    cdef int warm_high_throughput(self, x, idx, weights) except -1:
-        """Run every call of the mode once."""
+    cdef int warm_high_throughput(self, x, quantized, idx, weights) except -1:
+        """Run every call of the mode once; `quantized`: the rows in fp8 with their scales, or None."""
         for layout in ("rank", "expert"):
             r = self.dispatch(x, idx, weights, layout=layout)
             self.combine(r.recv_x, r.handle, r.recv_topk_weights if layout == "rank" else weights)
             self.dispatch(x, handle=r.handle)
-        if self._hidden % 16 == 0:      # else no call can send such rows
-            scales = self.xp.ones((len(x), epcy_num_scales(self._hidden)), np.float32)
-            self.dispatch((self.xp.zeros(x.shape, np.uint8), scales), idx)
+        if quantized is not None:
+            self.dispatch(quantized, idx)
         return 0
 
     cdef tuple warm_tokens(self, int64_t most):
@@ -286,7 +313,8 @@ cdef class Buffer(HighThroughputCalls):
         """Give the memory back; arrays that look into the Buffer die with it.
 
         Collective, blocking; the same order of Buffers on every rank. Calling it again does nothing. A broken Buffer
-        only leaves: its memory goes when the process ends. So does one with masked ranks.
+        only leaves: its memory goes when the process ends. So do one with masked ranks, and those of the ranks that
+        others have masked, or that others left so, without an error.
 
         Parameters
         ----------

@@ -10,17 +10,21 @@ A fault is `kind:key=value,...`; several are separated by semicolons. A key that
     late    sleep exactly `ms` milliseconds
     drop    never store the flag of this phase: the others wait for this rank
     kill    SIGKILL
-    alloc   the allocation of this call fails (phase is "arrival")
+    alloc   the allocation of this call fails (phase is "arrival"; a later phase is given: in mid-call); in the
+            constructor, and in warmup(), the n-th one
+    os      likewise an OSError, in the constructor
     lie     add `by` to the first count that the rank announces in a dispatch
     full    no room for the Buffer's memory, in the constructor
 
-    rank, operation (a name of `epcy.status.OPERATIONS`, "reset" or "constructor"),
-    phase ("arrival", "data", "completion", "receipt"),
+    rank, operation (a name of `epcy.status.OPERATIONS`, "reset", "constructor" or "warmup"),
+    phase ("arrival", "data", "completion", "receipt"; in the constructor: before the ranks have agreed, while the
+    backend is made, after that),
     call (the n-th visit, from 1, that fits the other keys), every (each n-th of them), seed
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -32,11 +36,11 @@ from epcy.status import OPERATIONS
 
 __all__ = ["KINDS", "PHASES", "Fault", "Faults", "parse"]
 
-KINDS = ("delay", "late", "drop", "kill", "alloc", "lie", "full")
+KINDS = ("delay", "late", "drop", "kill", "alloc", "os", "lie", "full")
 # Before the flag that says "I am here"; between the flags; before the flag that says "I am through"; low latency:
 # before the flag that says "I have received".
 PHASES = ("arrival", "data", "completion", "receipt")
-_NAMES = (*OPERATIONS[1:], "reset", "constructor")
+_NAMES = (*OPERATIONS[1:], "reset", "constructor", "warmup")
 _NUMBERS = {"rank": 0, "call": 1, "every": 1, "seed": 0, "by": None}
 
 
@@ -113,22 +117,33 @@ def _number(
     return number
 
 
+def _is_in_mid_call(fault: Fault) -> bool:
+    return fault.kind == "alloc" and fault.phase not in (None, "arrival") and fault.operation != "constructor"
+
+
 class Faults:
     """The faults of one rank's Buffer."""
 
     def __init__(self, text: str, rank: int) -> None:
         mine = [one for one in parse(text) if one.rank in (None, rank)]
-        self._faults = [one for one in mine if one.kind not in ("drop", "lie", "alloc", "full")]
+        self._faults = [one for one in mine if one.kind in ("delay", "late", "kill") or _is_in_mid_call(one)]
         self._others = {kind: [one for one in mine if one.kind == kind] for kind in KINDS}
         self._random = {id(one): random.Random(f"{one.seed} {rank}") for one in mine}
 
     def reach(self, operation: str, phase: str) -> None:
-        """Come to a phase: sleep, or die."""
+        """Come to a phase: sleep, or die, or run out of memory in mid-call.
+
+        Raises
+        ------
+        MemoryError
+        """
         for one in self._faults:
             if not one.strikes(operation, phase):
                 continue
             if one.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if one.kind == "alloc":
+                raise MemoryError("says EPCY_FAULTS (alloc)")
             time.sleep((self._random[id(one)].random() if one.kind == "delay" else 1.0) * one.ms * 1e-3)
 
     def drops(self, operation: str, phase: str) -> bool:
@@ -138,6 +153,21 @@ class Faults:
     def fails(self, operation: str) -> bool:
         """Tell whether an allocation of this call fails."""
         return sum(one.strikes(operation, "arrival") for one in self._others["alloc"]) > 0
+
+    def take(self, operation: str, phase: str) -> None:
+        """Come to where something is acquired: memory, a page, a thread.
+
+        Raises
+        ------
+        MemoryError, OSError
+        """
+        fails, is_refused = (
+            sum(one.strikes(operation, phase) for one in self._others[kind]) > 0 for kind in ("alloc", "os")
+        )
+        if fails:
+            raise MemoryError("says EPCY_FAULTS (alloc)")
+        if is_refused:
+            raise OSError(errno.ENOSPC, "says EPCY_FAULTS (os)")
 
     def is_full(self) -> bool:
         """Tell whether the constructor finds no room."""

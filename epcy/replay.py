@@ -106,8 +106,6 @@ def main(arguments: argparse.Namespace) -> int:
         )
     if shutil.which(launcher[0]) is None:
         raise ArgumentError(f"launcher: {launcher[0]!r} is no program on PATH ({os.environ.get('PATH', '')})")
-    if arguments.ranks is not None and arguments.ranks < 1:
-        raise ArgumentError(f"ranks: expected a positive number, got {arguments.ranks}")
     recording = read(arguments.file)
     num_ranks = arguments.ranks or recording.num_ranks
     job = Job(launcher, arguments.backend, arguments.timeout, arguments.timeout * 2 + 100)

@@ -8,7 +8,7 @@ from typing import Any
 
 from epcy import backends
 from epcy.backends import bootstrap
-from epcy.errors import ArgumentError, BackendUnavailableError, EpcyError, StateError
+from epcy.errors import ArgumentError, BackendUnavailableError, StateError
 from epcy.options import BY_NAME, resolve
 
 __all__ = ["agree", "check", "find_transport", "init", "settle", "settled"]
@@ -101,11 +101,11 @@ def agree(comm: Any, options: dict[str, Any], timeout: float) -> None:
     """
     from epcy.backends import bootstrap
 
-    error = None
+    error: Exception | None = None
     try:
         if check("nvshmem", options):
             find_transport(options)
-    except EpcyError as caught:
+    except Exception as caught:
         error = caught
     bootstrap.exchange(comm, None, error, timeout, "Buffer()")
 
@@ -149,7 +149,7 @@ def init(comm: Any = None, heap_bytes: int | None = None, *, device: int | None 
 
         comm = MPI.COMM_WORLD
     values: dict[str, Any] = {}
-    error: EpcyError | None = None
+    error: Exception | None = None
     try:
         given = {"num_max_tokens_per_rank": 0, "hidden": 1, "num_experts": 1, "num_topk": 1, "device": device}
         values = {name: value.value for name, value in resolve(given).items()}
@@ -160,15 +160,22 @@ def init(comm: Any = None, heap_bytes: int | None = None, *, device: int | None 
         backends.find("nvshmem")
         if check("nvshmem", values):
             find_transport(values)
-    except EpcyError as caught:
+    except Exception as caught:
         error = caught
     timeout = values.get("timeout", BY_NAME["timeout"].default)
     copy = bootstrap.duplicate(comm, timeout, "epcy.init()")
-    identities = bootstrap.agree(copy, {"heap_bytes": heap_bytes}, error, timeout, "epcy.init()")
+    try:
+        identities = bootstrap.agree(copy, {"heap_bytes": heap_bytes}, error, timeout, "epcy.init()")
 
-    from epcy.backends import symmetric
+        from epcy.backends import symmetric
 
-    settle("nvshmem", values)
-    symmetric.start(
-        copy, symmetric.choose_device(values["device"], identities, copy.rank), heap_bytes, timeout
-    )
+        settle("nvshmem", values)
+        chosen = symmetric.choose_device(values["device"], identities, copy.rank)
+        symmetric.start(copy, chosen, heap_bytes, timeout)
+    except BaseException as caught:
+        told, all_raise = bootstrap.tell(copy, caught, timeout, "epcy.init()")
+        if all_raise:
+            copy.Free()
+        if told is caught:
+            raise
+        raise told from caught

@@ -103,28 +103,32 @@ class trace:  # noqa: N801 - used as a function
         comm = self._comm
         if comm is None:
             return
-        part = {
-            "rank": comm.rank,
-            "start_ns": self._start_ns,
-            "buffers": [_buffer_part(m) for m in self._meters],
-        }
+        part: Part = {"rank": comm.rank, "start_ns": self._start_ns, "buffers": []}
+        error: Exception | None = None
+        try:
+            part["buffers"] += map(_buffer_part, self._meters)
+        except Exception as caught:
+            error = caught
         leave_meters(self._meters)
         ranges.follow(False)
         if kind is not None:
             self._write_alone(part)
             return
         try:
-            bootstrap.allgather(comm, None, self.timeout, "the end of epcy.trace")
+            bootstrap.exchange(comm, None, error, self.timeout, "the end of epcy.trace")
         except PeerTimeoutError:
             self._write_alone(part)
             raise
+        except Exception:  # on every rank
+            comm.Free()
+            raise
         last = compare(comm)
-        error = write_of_all(
+        refused = write_of_all(
             comm, self.path, part, lambda parts: write(self.path, assemble(parts, self._first, last))
         )
         comm.Free()
-        if error is not None:
-            raise error
+        if refused is not None:
+            raise refused
 
     def _write_alone(self, part: Part) -> None:
         alone = [ClockOffset(0, 0, 0)]

@@ -42,6 +42,7 @@ cdef class Backend:
 
     cdef void set_timeout(self, double seconds) noexcept
     cdef int reach(self, str operation, str phase) except -1
+    cdef int take(self) except -1
     cdef int leave(self) except -1
     cdef int open_areas(self, owner) except -1
     cdef int close_areas(self) except -1

@@ -16,6 +16,7 @@ from epcy.layout cimport (
     epcy_num_scales, epcy_shape, shape_of)
 
 from epcy.arrays import DTYPES
+from epcy.backends import bootstrap
 from epcy.backends.inspection import Inspection
 from epcy.errors import ArgumentError, StateError
 from epcy.faults import Faults
@@ -28,6 +29,7 @@ cdef class Backend:
         self.timeout = self.default_timeout = options["timeout"]
         self.masks_late = options["on_timeout"] == "mask"
         self.faults = Faults(options["faults"], comm.rank) if options["faults"] else None
+        self.take()
         self.checks = options["check"]
         self.shape = shape_of(shape)
         self.area = epcy_area_layout(&self.shape)
@@ -50,6 +52,23 @@ cdef class Backend:
         if self.faults is not None:
             self.faults.reach(operation, phase)
         return 0
+
+    cdef int take(self) except -1:
+        """Come to where the constructor acquires something, which a fault may have been asked to refuse."""
+        if self.faults is not None:
+            self.faults.take("constructor", "data")
+        return 0
+
+    def failed(self, comm, error, double timeout):
+        """End a constructor in which an error came up: tell it, give back what was taken; what to raise."""
+        told, all_raise = bootstrap.tell(comm, error, timeout, "Buffer()")
+        self.abandon(all_raise)
+        return told
+
+    def abandon(self, bint together):
+        """Give back what a constructor took that ended in an error; `together`: on every rank. It may come twice."""
+        if self.meter is not None:
+            self.meter.take_back()
 
     cdef int leave(self) except -1:
         """Return to the user: an error in mid-call, whatever it is, must not leave the others waiting."""

@@ -11,7 +11,7 @@ import pickle
 import socket
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from epcy.backends import verdicts
 from epcy.errors import ArgumentError, EpcyError, MismatchError, PeerError, PeerTimeoutError
@@ -19,7 +19,9 @@ from epcy.errors import ArgumentError, EpcyError, MismatchError, PeerError, Peer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Identity", "agree", "allgather", "check", "compare", "duplicate", "exchange", "meet"]
+__all__ = ["Identity", "agree", "allgather", "check", "compare", "duplicate", "exchange", "meet", "tell"]
+
+E = TypeVar("E", bound=BaseException)
 
 
 @dataclass(frozen=True)
@@ -125,20 +127,55 @@ def allgather(comm: MPI.Intracomm, message: Any, timeout: float, step: str) -> l
 
 
 def exchange(
-    comm: MPI.Intracomm, message: Any, error: EpcyError | None, timeout: float, step: str
+    comm: MPI.Intracomm, message: Any, error: Exception | None, timeout: float, step: str
 ) -> list[Any]:
     """Gather messages, or raise: this rank's own `error`, with the rank, or a PeerError with the text of those others.
 
     Collective, blocking for at most `timeout` seconds.
     """
-    answers = allgather(comm, (None, str(error)) if error is not None else (message, None), timeout, step)
     if error is not None:
-        raise verdicts.with_rank(error, comm.rank)
+        error = verdicts.as_our_own(error, step)
+        allgather(comm, (None, str(error) or type(error).__name__), timeout, step)
+        if isinstance(error, EpcyError):
+            error = verdicts.with_rank(error, comm.rank)
+        raise _told(error)
+    answers = allgather(comm, (message, None), timeout, step)
     refused = [rank for rank, (_, text) in enumerate(answers) if text is not None]
     if refused:
         first = refused[0]
-        raise PeerError(f"rank {first} refused in {step}: {answers[first][1]}", refused)
+        raise _told(PeerError(f"rank {first} refused in {step}: {answers[first][1]}", refused))
     return [answer for answer, _ in answers]
+
+
+def _told(error: E) -> E:
+    """Mark an error that every rank knows of, and raises."""
+    error.__dict__["_is_told"] = True
+    return error
+
+
+def tell(comm: MPI.Intracomm, error: BaseException, timeout: float, step: str) -> tuple[BaseException, bool]:
+    """Make what this rank alone ran into between two exchanges the others' news: it is what they gather next.
+
+    Collective, blocking for at most `timeout` seconds, unless every rank knows already. What lies between the exchanges
+    may be no collective that waits for all.
+
+    Returns
+    -------
+    error : BaseException
+        What to raise.
+    all_raise : bool
+        Whether every rank raises now: then what they made together can be given back together.
+    """
+    if isinstance(error, Exception) and not isinstance(error, PeerTimeoutError):
+        if "_is_told" in error.__dict__:
+            return error, True
+        try:
+            exchange(comm, None, error, timeout, step)
+        except PeerTimeoutError:
+            pass
+        except Exception as told:
+            return told, True
+    return error, False
 
 
 def compare(all_options: list[dict[str, Any]]) -> None:
@@ -148,13 +185,13 @@ def compare(all_options: list[dict[str, Any]]) -> None:
         if any(value != values[0] for value in values):
             shown = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values[:16]))
             more = f", and {len(values) - 16} more ranks" if len(values) > 16 else ""
-            raise MismatchError(f"{name}: every rank must give the same value, got {shown}{more}")
+            raise _told(MismatchError(f"{name}: every rank must give the same value, got {shown}{more}"))
 
 
 def agree(
     comm: MPI.Intracomm,
     options: dict[str, Any],
-    error: EpcyError | None,
+    error: Exception | None,
     timeout: float,
     step: str = "Buffer()",
 ) -> list[Identity]:

@@ -8,7 +8,7 @@ from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from epcy.backends import verdicts
-from epcy.errors import PeerError
+from epcy.errors import EpcyError, PeerError
 from epcy.status import OPERATIONS
 
 
@@ -20,6 +20,7 @@ cdef class HostEpoch(HostWaits):
         # A rank that refused call n - 1 did not wait there: the record of n - 2 must not be needed any more.
         self.wait(op, EPCY_WORD_ARRIVED, self.h.epoch, self.h.epoch + 1)
         self.h.epoch += 1
+        self.entered = self.h.epoch
         self.in_call = True
         record = epcy_host_record(&self.h, self.h.rank, self.h.epoch)
         memset(record, 0, sizeof(epcy_record) - EPCY_TEXT_BYTES)
@@ -54,7 +55,7 @@ cdef class HostEpoch(HostWaits):
 
     cdef int leave(self) except -1:
         if self.in_call and not self.broken:
-            self.break_off(self.h.epoch)
+            self.break_off(self.entered)
         return 0
 
     def refuse(self, int op, str text):
@@ -173,16 +174,44 @@ cdef class HostEpoch(HostWaits):
         self.forget_areas()
         self.broken, self.deferred, self.in_call = False, None, False
 
+    cdef int listen(self) except -1:
+        """Learn what ranks that share no memory with this one have told."""
+        return 0
+
+    cdef bint is_left_out(self) except -1:
+        """Whether a rank goes on without this one now, or went without it, or did not free together with all."""
+        cdef int64_t r
+        self.listen()
+        for r in range(self.h.shape.num_ranks):
+            if r != self.h.rank and epcy_host_without(&self.h, r)[self.h.rank] == <uint64_t>-1:
+                return True
+        return False
+
     def close(self, bint together):
-        """Give the memory back; `together` frees the window, which is collective."""
+        """Give the memory back; `together` frees the window, which is collective.
+
+        Whoever goes on without some rank leaves alone, and so does everybody with whom it does not free together: that
+        is told by masking all, and no error.
+        """
         from mpi4py import MPI
 
-        cdef bint agreed = False
+        cdef int64_t r
+        cdef bint agreed = False, alone = self.num_masked() > 0
         try:
-            if together:
-                self.barrier(EPCY_OP_FREE)
-                agreed = True
+            alone = alone or together and self.is_left_out()
+            if together and not alone:
+                try:
+                    self.barrier(EPCY_OP_FREE)
+                    agreed = True
+                except EpcyError:
+                    alone = self.is_left_out()
+                    if not alone:
+                        raise
         finally:
+            if alone and not MPI.Is_finalized():
+                for r in range(self.h.shape.num_ranks):
+                    if r != self.h.rank:
+                        epcy_host_mask(&self.h, r, 1)
             if not agreed and not self.broken and not MPI.Is_finalized():
                 self.break_off(self.h.epoch + 1)        # the others shall not wait for this rank
             self.close_areas()

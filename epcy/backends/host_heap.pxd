@@ -15,7 +15,8 @@ cdef class HostHeap(Backend):
     cdef object page, page_path, __weakref__
     cdef int num_threads                # of a call, now
 
-    cdef Heap take_memory(self, int64_t nbytes)
+    cdef int take_memory(self, int64_t nbytes) except -1
+    cdef int open(self, dict options, int64_t nbytes) except -1
     cdef int give_memory_back(self) except -1
     cdef object open_status(self, directory)
     cdef int touch_rank(self, int64_t rank) except -1

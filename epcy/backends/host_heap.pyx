@@ -12,7 +12,7 @@ import numpy as np
 
 from epcy.arrays cimport memory_at
 from epcy.backends.meter cimport EPCY_GAUGES_AT, epcy_gauges_bytes
-from epcy.backends.window cimport allocate
+from epcy.backends.window cimport Heap, allocate
 from epcy.layout cimport (
     EPCY_NUM_AREAS, epcy_default_num_rows, epcy_heap_layout, epcy_low_latency_area, epcy_low_latency_area_layout,
     epcy_num_local_experts, epcy_num_scales, epcy_shape, region_bytes, shape_of)
@@ -20,7 +20,7 @@ from epcy.layout cimport (
 from epcy import status as status_pages
 from epcy.backends import bootstrap
 from epcy.backends.window import no_room
-from epcy.errors import ArgumentError, EpcyError, HeapError, PeerTimeoutError
+from epcy.errors import ArgumentError, HeapError
 
 
 def heap_layout(dict sizes):
@@ -37,47 +37,65 @@ cdef class HostHeap(Backend):
     def __init__(self, comm, dict shape, dict options, list identities, object token):
         """Collective, blocking: allocate the shared window over `comm`, whose ranks share this machine."""
         cdef int size = comm.size
-        super().__init__(comm, shape, options, identities, token, np)
-        self.h.shape, self.h.rank = self.shape, comm.rank
-        options["num_sms"] = self.num_threads = options["num_sms"] or 1
-        nbytes = heap_layout(shape)["total"]
-        self.reach("constructor", "arrival")
-        error = no_room(nbytes, self.num_ranks_here())
-        if self.faults is not None and self.faults.is_full():
-            error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {nbytes * size} bytes of shared memory; "
-                              "there is no room, says EPCY_FAULTS (full); give fewer num_max_tokens_per_rank")
-        bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")
-        self.h.base = <char **>calloc(size, sizeof(char *))
-        if self.h.base == NULL:
-            raise MemoryError
-        self.heap = self.take_memory(nbytes)
-        code = epcy_host_open(&self.h, options["spin_us"], options["num_sms"])
-        error = None
+        try:
+            super().__init__(comm, shape, options, identities, token, np)
+            self.h.shape, self.h.rank = self.shape, comm.rank
+            options["num_sms"] = self.num_threads = options["num_sms"] or 1
+            nbytes = heap_layout(shape)["total"]
+            self.reach("constructor", "arrival")
+            error = no_room(nbytes, self.num_ranks_here())
+            if self.faults is not None and self.faults.is_full():
+                error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {nbytes * size} bytes of shared memory; "
+                                  "there is no room, says EPCY_FAULTS (full); give fewer num_max_tokens_per_rank")
+            self.take()
+            self.h.base = <char **>calloc(size, sizeof(char *))
+            if self.h.base == NULL:
+                raise MemoryError
+            self.heap = Heap()
+            bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")
+            self.take_memory(nbytes)
+            self.take()
+            self.open(options, nbytes)
+            bootstrap.exchange(comm, None, None, self.timeout, "Buffer()")      # also: every control block is zero now
+        except BaseException as error:
+            told = self.failed(comm, error, options["timeout"])
+            if told is error:
+                raise
+            raise told from error
+
+    cdef int open(self, dict options, int64_t nbytes) except -1:
+        """Local: the control block, threads, the status page, the views."""
+        cdef int code = epcy_host_open(&self.h, options["spin_us"], options["num_sms"])
         if code:
-            error = HeapError(f"num_sms: could not start {options['num_sms']} threads ({os.strerror(code)})")
+            raise HeapError(f"num_sms: could not start {options['num_sms']} threads ({os.strerror(code)})")
         options["stream_bytes"] = EPCY_STREAM_BYTES if options["stream_bytes"] is None else options["stream_bytes"]
         options["chunk_tokens"] = options["chunk_tokens"] or EPCY_CHUNK_TOKENS
         self.use_knobs(options)
         if self.meter is not None:
             self.h.meter = self.meter.m
-        error = self.open_status(options["status_dir"]) or error
+        self.take()
+        error = self.open_status(options["status_dir"])
+        if error is not None:
+            raise error
+        self.take()
         self.start, self.heap_layout = self.heap.start, self.h.heap
         self.open_areas(memory_at(self.start, nbytes, self.heap))
-        try:
-            bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")     # also: every control block is zero now
-        except EpcyError as refused:
-            self.remove_page()
-            if not isinstance(refused, PeerTimeoutError):       # then every rank raises
-                self.heap.close()
-            raise
+        self.take()
+        return 0
+
+    def abandon(self, bint together):
+        super().abandon(together)
+        self.remove_page()
+        if together and self.heap is not None:
+            self.heap.close()
 
     def num_ranks_here(self):
         """The ranks whose memory this machine must hold."""
         return self.num_ranks
 
-    cdef Heap take_memory(self, int64_t nbytes):
+    cdef int take_memory(self, int64_t nbytes) except -1:
         """Collective: the window, and where each rank's memory is mapped."""
-        return allocate(self.comm, nbytes, self.h.base)
+        return allocate(self.heap, self.comm, nbytes, self.h.base)
 
     cdef int give_memory_back(self) except -1:
         """Collective: free what take_memory took, and the communicator."""

@@ -153,6 +153,7 @@ cdef extern from "epcy/host.h" nogil:
     void epcy_host_phase(epcy_host *h, int op, int phase)
     void epcy_host_open_call(epcy_host *h, int op)
     void epcy_host_span(epcy_host *h, int span)
+    int64_t epcy_now_ns()
     int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_ns)
     void epcy_host_count(const epcy_host *h, const void *topk_idx, int is_int64, int64_t num_tokens, int layout,
                          epcy_route *routes, int64_t *counts, int64_t *expert_counts, epcy_bad_id *bad)

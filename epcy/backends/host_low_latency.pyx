@@ -82,7 +82,7 @@ cdef class HostLowLatencyBackend(HostLowLatencyStep):
         self.send(LOW_LATENCY_DISPATCH, header, handle.epoch, NULL)
         handle.number, handle.area = self.low_latency.num_sent[LOW_LATENCY_DISPATCH], self.low_latency.take_area()
         if call.return_recv_hook:
-            epcy_host_phase(&self.h, EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_PHASE_IDLE)
+            self.has_sent(LOW_LATENCY_DISPATCH)
         else:
             self.low_latency_dispatch_receive(call, handle)
         return self.low_latency.result(call, handle, completed())
@@ -229,7 +229,7 @@ cdef class HostLowLatencyBackend(HostLowLatencyStep):
         if call.return_recv_hook:
             if call.topk_weights is not None:
                 call.topk_weights = copied(call.topk_weights)
-            epcy_host_phase(&self.h, EPCY_OP_LOW_LATENCY_COMBINE, EPCY_PHASE_IDLE)
+            self.has_sent(LOW_LATENCY_COMBINE)
         else:
             self.low_latency_combine_receive(call)
         return completed()

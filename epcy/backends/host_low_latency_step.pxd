@@ -20,6 +20,7 @@ cdef class HostLowLatencyStep(HostBackend):
     cdef int post(self, int kind, int slot, uint64_t epoch, const int64_t *counts) except -1
     cdef int await_slots(self, int kind, uint64_t epoch) except -1
     cdef const epcy_route *reachable(self, const epcy_route *routes, int64_t num_tokens, uint64_t epoch) except NULL
+    cdef void has_sent(self, int kind) noexcept
     cdef void receiving(self, int op, uint64_t epoch) noexcept
     cdef int finish_receiving(self, int kind) except -1
     cdef uint64_t received_up_to(self, int kind) noexcept

@@ -44,6 +44,7 @@ cdef class HostLowLatencyStep(HostBackend):
     cdef uint64_t step(self, int kind) noexcept:
         """Take the next epoch."""
         self.h.epoch += 1
+        self.entered, self.in_call = self.h.epoch, True
         epcy_host_phase(&self.h, OPS[kind], EPCY_PHASE_ARRIVAL)
         return self.h.epoch
 
@@ -69,7 +70,13 @@ cdef class HostLowLatencyStep(HostBackend):
         """Where a combine's rows can be read."""
         return routes
 
+    cdef void has_sent(self, int kind) noexcept:
+        """End the half of a call that sends: its hook receives."""
+        epcy_host_phase(&self.h, OPS[kind], EPCY_PHASE_IDLE)
+        self.in_call = False
+
     cdef void receiving(self, int op, uint64_t epoch) noexcept:
+        self.entered, self.in_call = epoch, True
         epcy_host_phase(&self.h, op, EPCY_PHASE_COMPLETION)
         if self.h.meter != NULL:
             self.h.meter.epoch = epoch
@@ -81,6 +88,7 @@ cdef class HostLowLatencyStep(HostBackend):
         if self.faults is None or not self.faults.drops(OPERATIONS[OPS[kind]], "receipt"):
             self.acknowledge(kind)
         epcy_host_phase(&self.h, OPS[kind], EPCY_PHASE_IDLE)
+        self.in_call = False
         if self.inspection is not None:
             self.inspect(OPERATIONS[OPS[kind]])
         return 0
@@ -114,7 +122,7 @@ cdef class HostLowLatencyStep(HostBackend):
         self.next_slot[kind] ^= 1
         epcy_host_store(&self.h, EPCY_WORD_ARRIVED, epoch)
         self.acknowledge(kind)
-        epcy_host_phase(&self.h, op, EPCY_PHASE_IDLE)
+        self.has_sent(kind)
 
     # ---- comparing the headers ------------------------------------------------------------------------------
 

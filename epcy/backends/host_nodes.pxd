@@ -11,7 +11,8 @@ from epcy.backends.nodes_kernels cimport *
 cdef class HostNodes(HostLowLatencyBackend):
     """Shared memory inside the node, messages to the ranks of other nodes; copies of their control blocks."""
 
-    cdef object topology, node_comm
+    cdef object topology, node_comm, network_comm
+    cdef char **node_base               # where each rank of this node has its memory
     cdef readonly Network network
     cdef epcy_nodes nodes
     cdef int32_t *groups                # (2, R): link_of, group_of

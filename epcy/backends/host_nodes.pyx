@@ -12,17 +12,17 @@ import time
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free
 from posix.time cimport nanosleep, timespec
 
 from epcy.backends.host_epoch cimport HostEpoch
 from epcy.backends.host_waits cimport HostWaits
 from epcy.backends.network cimport MpiNetwork
-from epcy.backends.window cimport Heap, allocate
+from epcy.backends.window cimport allocate
 from epcy.layout cimport epcy_num_scales
 
 from epcy.backends import bootstrap, verdicts
-from epcy.errors import EpcyError, HeapError, PeerTimeoutError
+from epcy.errors import HeapError
 
 cdef int64_t SHORT_NS = 4_000, LONG_NS = 500_000        # how long a wait looks at memory alone
 cdef int MOST_AT_ONCE = 256             # messages that a turn takes
@@ -41,29 +41,41 @@ cdef class HostNodes(HostLowLatencyBackend):
         self.remote = <int *>calloc(size, sizeof(int))
         self.told = <epcy_told *>calloc(size, sizeof(epcy_told))
         self.heard = <epcy_heard *>calloc(size, sizeof(epcy_heard))
-        if (self.groups == NULL or self.is_remote == NULL or self.remote == NULL or self.told == NULL
-                or self.heard == NULL):
-            raise MemoryError
-        self.find_links(topology, options["path"])
-        self.node_comm = comm.Split(topology.node, comm.rank)
-        super().__init__(comm, shape, options, identities, token)
-        own = bootstrap.duplicate(comm, self.timeout, "Buffer()")
-        error = None
+        self.node_base = <char **>calloc(size, sizeof(char *))
         try:
-            self.open_network(own, options)
-        except MemoryError:
-            error = HeapError(f"num_node_buffers: no memory for {options['num_node_buffers']} messages of "
-                              f"{options['node_chunk_tokens']} tokens to and from each of {self.num_remote} ranks of "
-                              f"other nodes (rank {self.rank}); give fewer, or fewer node_chunk_tokens")
-        try:
-            bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")
-        except EpcyError as refused:
-            self.remove_page()
-            if self.network is not None:
-                self.network.close(False)
-            if not isinstance(refused, PeerTimeoutError):
-                self.heap.close()
-            raise
+            if (self.groups == NULL or self.is_remote == NULL or self.remote == NULL or self.told == NULL
+                    or self.heard == NULL or self.node_base == NULL):
+                raise MemoryError
+            self.find_links(topology, options["path"])
+            bootstrap.exchange(comm, None, None, options["timeout"], "Buffer()")
+            self.node_comm = comm.Split(topology.node, comm.rank)
+            super().__init__(comm, shape, options, identities, token)
+            self.network_comm = bootstrap.duplicate(comm, self.timeout, "Buffer()")
+            try:
+                self.take()
+                self.open_network(self.network_comm, options)
+                self.take()
+            except MemoryError:
+                raise HeapError(f"num_node_buffers: no memory for {options['num_node_buffers']} messages of "
+                                f"{options['node_chunk_tokens']} tokens to and from each of {self.num_remote} ranks of "
+                                f"other nodes (rank {self.rank}); give fewer, or fewer node_chunk_tokens") from None
+            bootstrap.exchange(comm, None, None, self.timeout, "Buffer()")
+        except BaseException as error:
+            told = self.failed(comm, error, options["timeout"])
+            if told is error:
+                raise
+            raise told from error
+
+    def abandon(self, bint together):
+        if self.network is not None:
+            self.network.close(together)
+        elif together and self.network_comm is not None:
+            self.network_comm.Free()
+        self.network = self.network_comm = None
+        HostLowLatencyBackend.abandon(self, together)
+        if together and self.node_comm is not None:
+            self.node_comm.Free()
+            self.node_comm = None
 
     def __dealloc__(self):
         cdef int i
@@ -75,6 +87,7 @@ cdef class HostNodes(HostLowLatencyBackend):
         free(self.remote)
         free(self.told)
         free(self.heard)
+        free(self.node_base)
 
     def find_links(self, topology, path):
         """Whom this rank exchanges rows with, and in which order sums are made."""
@@ -124,25 +137,19 @@ cdef class HostNodes(HostLowLatencyBackend):
         return sum([host == self.topology.hostnames[self.topology.node] for host in
                     [self.topology.hostnames[node] for node in self.topology.node_of_rank]])
 
-    cdef Heap take_memory(self, int64_t nbytes):
+    cdef int take_memory(self, int64_t nbytes) except -1:
         """A window for the ranks of this node, and a copy of the control block of each other one."""
-        cdef int i, size = self.node_comm.size
-        cdef char **base = <char **>malloc(size * sizeof(char *))
-        cdef Heap heap
-        if base == NULL:
-            raise MemoryError
-        try:
-            heap = allocate(self.node_comm, nbytes, base)
-            for i, rank in enumerate(self.topology.ranks_of_node(self.topology.node)):
-                self.h.base[rank] = base[i]
-        finally:
-            free(base)
+        cdef int i
+        allocate(self.heap, self.node_comm, nbytes, self.node_base)
+        for i, rank in enumerate(self.topology.ranks_of_node(self.topology.node)):
+            self.h.base[rank] = self.node_base[i]
         for i in range(self.num_remote):
+            self.take()
             self.h.base[self.remote[i]] = <char *>calloc(1, epcy_host_control_bytes(&self.h.shape))
             if self.h.base[self.remote[i]] == NULL:
                 raise MemoryError
         self.h.is_remote = self.is_remote
-        return heap
+        return 0
 
     cdef int give_memory_back(self) except -1:
         self.leaving = True
@@ -153,6 +160,10 @@ cdef class HostNodes(HostLowLatencyBackend):
         if self.node_comm is not None:
             self.node_comm.Free()
         self.comm.Free()
+        return 0
+
+    cdef int listen(self) except -1:
+        self.pump()
         return 0
 
     def close(self, together):

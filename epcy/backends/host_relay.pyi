@@ -1,5 +1,3 @@
-from typing import Any
-
 from typing_extensions import disjoint_base
 
 from epcy.backends.host_nodes import HostNodes
@@ -15,5 +13,4 @@ class Streams:
     def __new__(cls, num_links: int) -> Streams: ...
 
 @disjoint_base
-class HostRelay(HostNodes):
-    def __init__(self, *args: Any) -> None: ...
+class HostRelay(HostNodes): ...

@@ -85,8 +85,8 @@ cdef class Streams:
 
 
 cdef class HostRelay(HostNodes):
-    def __init__(self, *args):
-        super().__init__(*args)
+    def open_network(self, comm, options):
+        HostNodes.open_network(self, comm, options)
         self.scratch = <char *>malloc(max(self.topology.ranks_per_node) * self.h.shape.row_bytes)
         if self.scratch == NULL:
             raise MemoryError

@@ -15,4 +15,4 @@ cdef class HostWaits(HostHeap):
     cdef int tell(self, int op, str phase, int word, uint64_t value) except -1
     cdef int wait_slice(self, int word, uint64_t value, int64_t slice_ns) except -1
     cdef int wait(self, int op, int word, uint64_t value, uint64_t first) except -1
-    cdef int wait_longer(self, int op, int word, uint64_t value, uint64_t first, int state) except -1
+    cdef int wait_longer(self, int op, int word, uint64_t value, uint64_t first, int state, double start) except -1

@@ -39,10 +39,11 @@ cdef class HostWaits(HostHeap):
     cdef int wait(self, int op, int word, uint64_t value, uint64_t first) except -1:
         """Wait until `word` of every rank is at least `value`, or raise: then this rank leaves call `first`."""
         cdef int state
+        cdef int64_t start_ns = epcy_now_ns()
         try:
-            state = self.wait_slice(word, value, SLICE_NS)
+            state = self.wait_slice(word, value, min(SLICE_NS, <int64_t>(self.timeout * 1e9)))
             if state != EPCY_WAIT_DONE:
-                self.wait_longer(op, word, value, first, state)
+                self.wait_longer(op, word, value, first, state, start_ns * 1e-9)
         except BaseException:       # PeerTimeoutError; but a signal's handler may raise in any line of Python
             if op == EPCY_OP_DISPATCH and word == EPCY_WORD_ARRIVED:
                 (<Area>self.areas[self.next_area]).generation += 1      # a late rank may still write there
@@ -54,9 +55,8 @@ cdef class HostWaits(HostHeap):
             raise
         return 0
 
-    cdef int wait_longer(self, int op, int word, uint64_t value, uint64_t first, int state) except -1:
-        """Go on waiting, with an eye on signals, on dead ranks and on the clock."""
-        cdef double start = time.monotonic() - SLICE_NS * 1e-9
+    cdef int wait_longer(self, int op, int word, uint64_t value, uint64_t first, int state, double start) except -1:
+        """Go on waiting since `start`, with an eye on signals, on dead ranks and on the clock."""
         while True:
             PyErr_CheckSignals()
             missing = self.missing(word, value)

@@ -55,6 +55,14 @@ cdef class Meter:
     def __dealloc__(self):
         epcy_meter_close(self.m)
 
+    def take_back(self):
+        """Its Buffer was never finished: the next one has its number, on every rank."""
+        if self in _meters:
+            _meters.discard(self)
+            _numbers[self.group] -= 1
+            for kept, _ in _traces:
+                kept[:] = [meter for meter in kept if meter is not self]
+
     cdef int attach(self, page) except -1:
         """Let the running sums lie in a status page, or (None) no more."""
         cdef uint8_t[::1] view

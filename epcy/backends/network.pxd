@@ -36,3 +36,5 @@ cdef class MpiNetwork(Network):
     cdef int *newest
     cdef char **address                 # of each buffer
     cdef char *pending                  # of each request: the message has not come, or not left
+
+    cdef bint take_back(self, bint together) except -1

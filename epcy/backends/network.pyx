@@ -86,15 +86,20 @@ cdef class MpiNetwork(Network):
                 self.owner[at] = c
                 self.address[at] = <char *><uintptr_t>memory[i].ctypes.data
                 self.buffers.append(memoryview(memory[i]))
-                if i < buffers:
-                    self.requests.append(comm.Recv_init([self.buffers[at], MPI.BYTE], peer, tag))
-                    self.requests[at].Start()
-                    self.pending[at] = True
-                else:
-                    self.requests.append(MPI.REQUEST_NULL)
+                self.requests.append(MPI.REQUEST_NULL)
                 at += 1
         self.first[len(channels)] = at
         _open.add(self)
+        try:
+            for at in range(total):
+                c = self.owner[at]
+                if at < self.first[c] + self.num_buffers[c]:
+                    self.requests[at] = comm.Recv_init([self.buffers[at], MPI.BYTE], *self.receives[c])
+                    self.requests[at].Start()
+                    self.pending[at] = True
+        except BaseException:       # what comes has no place any more; the communicator stays the caller's
+            self.take_back(True)
+            raise
 
     def __dealloc__(self):
         free(self.owner)
@@ -149,10 +154,13 @@ cdef class MpiNetwork(Network):
     def close(self, together):
         from mpi4py import MPI
 
+        if not MPI.Is_finalized() and self.take_back(together) and together:
+            self.comm.Free()
+
+    cdef bint take_back(self, bint together) except -1:
+        """Cancel the receives; whether none of them goes on."""
         cdef int i
         cdef bint all_ended = True
-        if MPI.Is_finalized():
-            return
         for i, request in enumerate(self.requests):
             # A message that nobody takes any more is left alone: to cancel a send is no longer in MPI's standard.
             if i >= self.first[self.owner[i]] + self.num_buffers[self.owner[i]]:
@@ -162,8 +170,8 @@ cdef class MpiNetwork(Network):
                 if together and not self.has_ended(request):
                     all_ended = False
                     continue
-            if together:
+            if together and request:
                 request.Free()
         if together and all_ended:
-            self.comm.Free()
             _open.discard(self)
+        return all_ended

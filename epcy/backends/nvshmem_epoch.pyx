@@ -10,9 +10,10 @@ from epcy.backends.call cimport Call
 from epcy.backends.cuda cimport *
 from epcy.backends.cuda_event cimport CudaEvent
 from epcy.backends.cuda_low_latency cimport epcy_cuda_launch_reset
+from epcy.backends.nvshmem_waits cimport LEFT, LEFT_ALONE
 from epcy.backends.symmetric cimport check
 
-from epcy.errors import HeapError
+from epcy.errors import EpcyError, HeapError
 from epcy.status import OPERATIONS
 
 
@@ -171,6 +172,10 @@ cdef class NvshmemEpoch(NvshmemWaits):
         self.refuse(op, text)
         raise HeapError(text)
 
+    def is_left_out(self):
+        """Whether a rank has freed without this one, since it went on without some rank: then nobody is waited for."""
+        return bool((self.fetch(self.peers.control.left, self.num_ranks, np.uint32) == LEFT_ALONE).any())
+
     def close(self, bint together):
         """Give the memory back; `together` is collective."""
         from mpi4py import MPI
@@ -178,16 +183,22 @@ cdef class NvshmemEpoch(NvshmemWaits):
         cdef int previous = 0
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            agreed = False
+            agreed, alone = False, self.num_masked() > 0
             try:
-                if together:
-                    self.barrier(OP_FREE)
-                    agreed = True
+                alone = alone or together and self.is_left_out()
+                if together and not alone:
+                    try:
+                        self.barrier(OP_FREE)
+                        agreed = True
+                    except EpcyError:
+                        alone = self.is_left_out()
+                        if not alone:
+                            raise
             finally:
                 if self.counters is not None:
                     self.counters.close()
                 if not agreed:
-                    self.tell_gone()
+                    self.tell_gone(0, LEFT_ALONE if alone else LEFT)
                 self.close_areas()
                 self.alive, self.captured = [], []
             if agreed and not MPI.Is_finalized():

@@ -37,66 +37,92 @@ cdef class NvshmemHeap(Backend):
         """Collective, blocking: start NVSHMEM if it is not running, and allocate on its heap."""
         import cupy
 
-        super().__init__(comm, shape, options, identities, token, cupy)
         cdef int rank, previous = 0
-        if self.num_ranks > EPCY_MAX_RANKS:
-            raise NotSupportedError(f"comm: backend 'nvshmem' takes up to {EPCY_MAX_RANKS} ranks of one NVLink domain, "
-                                    f"got {self.num_ranks}")
-        options["device"] = self.device = symmetric.choose_device(options["device"], identities, self.rank)
-        symmetric.start(comm, self.device, None, self.timeout)
-        self.peers.control = epcy_control_layout(&self.shape)
-        self.wire = epcy_low_latency_wire_layout(&self.shape, self.peers.control.bytes)
-        self.put_wire = epcy_put_layout(&self.shape, &self.wire, self.num_far_ranks(options))
-        words_bytes = self.peers.control.bytes + self.wire.bytes + self.put_wire.bytes
-        words_bytes += self.more_words(options, words_bytes)
-        self.heap_layout = epcy_heap_layout(&self.shape, words_bytes)
-        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            free_bytes = cupy.cuda.runtime.memGetInfo()[0]
-            error = None
-            self.reach("constructor", "arrival")
-            if self.faults is not None and self.faults.is_full():
-                error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {self.heap_layout.bytes} bytes; there is "
-                                  "no room, says EPCY_FAULTS (full); give fewer num_max_tokens_per_rank")
-            elif self.masks_late and self.put_wire.bytes:
-                error = NotSupportedError("on_timeout: expected 'raise' where puts carry low-latency calls, which "
-                                          f"need all ranks, got {options['on_timeout']!r} (rank {self.rank}); leave "
-                                          "on_timeout out")
-            elif self.heap_layout.bytes > free_bytes:
-                error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {self.heap_layout.bytes} bytes, GPU "
-                                  f"{self.device} has {free_bytes} free; give fewer num_max_tokens_per_rank or "
-                                  "num_max_recv_tokens")
-            bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")
-            self.memory = symmetric.allocate(comm, self.heap_layout.bytes, self.timeout)
-            unreachable = [r for r in range(self.num_ranks) if not self.memory.bases[r]]
-            if unreachable:
-                raise NotSupportedError(f"comm: rank {self.rank} cannot reach the memory of ranks {unreachable} by "
-                                        "NVLink or PCIe; this build moves tokens inside one NVLink domain")
-            for rank in range(self.num_ranks):
-                self.peers.base[rank] = <char *><uintptr_t>self.memory.bases[rank]
-            self.start = self.peers.base[self.rank]
-            check(epcy_cuda_zero(self.start, words_bytes), "cudaMemset")
-            self.mapped = Mapped(epcy_num_local_experts(&self.shape))
-            self.peers.shape, self.peers.area, self.peers.heap = self.shape, self.area, self.heap_layout
-            self.peers.rank, self.peers.report = self.rank, self.mapped.device_report
-            self.peers.timeout_ns = <int64_t>(self.timeout * 1e9)
-            self.peers.num_local = <int32_t>epcy_num_local_experts(&self.shape)
-            self.peers.goes_on = self.masks_late
-            check(epcy_cuda_stream(<void **>&self.own_stream), "cudaStreamCreate")
-            check(epcy_cuda_load(), "loading kernels")
-            if self.meter is not None:
-                self.counters = Counters()
-                self.counters.open(self.meter, self.start + self.peers.control.counters, self.device,
-                                   epcy_num_local_experts(&self.shape))
-            self.num_multiprocessors = cupy.cuda.Device(self.device).attributes["MultiProcessorCount"]
-            self.choose_blocks(options["num_sms"])
-            options["num_sms"] = max(options["num_sms"] or self.combine_blocks, self.dispatch_peer_blocks * (
-                self.num_ranks - 1) + self.dispatch_own_blocks)
-            self.pool, self.alive, self.captured = cupy.cuda.MemoryPool(), [], []
-            self.open_areas(self.memory)
-            error = self.counters.open_page(options["status_dir"]) if self.counters is not None else None
-            bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")  # every control region is zero now
-        finally:
+            super().__init__(comm, shape, options, identities, token, cupy)
+            if self.num_ranks > EPCY_MAX_RANKS:
+                raise NotSupportedError(f"comm: backend 'nvshmem' takes up to {EPCY_MAX_RANKS} ranks of one NVLink "
+                                        f"domain, got {self.num_ranks}")
+            options["device"] = self.device = symmetric.choose_device(options["device"], identities, self.rank)
+            symmetric.start(comm, self.device, None, self.timeout)
+            self.peers.control = epcy_control_layout(&self.shape)
+            self.wire = epcy_low_latency_wire_layout(&self.shape, self.peers.control.bytes)
+            self.put_wire = epcy_put_layout(&self.shape, &self.wire, self.num_far_ranks(options))
+            words_bytes = self.peers.control.bytes + self.wire.bytes + self.put_wire.bytes
+            words_bytes += self.more_words(options, words_bytes)
+            self.heap_layout = epcy_heap_layout(&self.shape, words_bytes)
+            check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+            try:
+                free_bytes = cupy.cuda.runtime.memGetInfo()[0]
+                error = None
+                self.reach("constructor", "arrival")
+                if self.faults is not None and self.faults.is_full():
+                    error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {self.heap_layout.bytes} bytes; "
+                                      "there is no room, says EPCY_FAULTS (full); give fewer num_max_tokens_per_rank")
+                elif self.masks_late and self.put_wire.bytes:
+                    error = NotSupportedError("on_timeout: expected 'raise' where puts carry low-latency calls, which "
+                                              f"need all ranks, got {options['on_timeout']!r} (rank {self.rank}); "
+                                              "leave on_timeout out")
+                elif self.heap_layout.bytes > free_bytes:
+                    error = HeapError(f"num_max_tokens_per_rank: the Buffer needs {self.heap_layout.bytes} bytes, GPU "
+                                      f"{self.device} has {free_bytes} free; give fewer num_max_tokens_per_rank or "
+                                      "num_max_recv_tokens")
+                bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")
+                self.memory = symmetric.allocate(comm, self.heap_layout.bytes, self.timeout)
+                self.take()
+                unreachable = [r for r in range(self.num_ranks) if not self.memory.bases[r]]
+                if unreachable:
+                    raise NotSupportedError(f"comm: rank {self.rank} cannot reach the memory of ranks {unreachable} by "
+                                            "NVLink or PCIe; this build moves tokens inside one NVLink domain")
+                for rank in range(self.num_ranks):
+                    self.peers.base[rank] = <char *><uintptr_t>self.memory.bases[rank]
+                self.start = self.peers.base[self.rank]
+                check(epcy_cuda_zero(self.start, words_bytes), "cudaMemset")
+                self.mapped = Mapped(epcy_num_local_experts(&self.shape))
+                self.peers.shape, self.peers.area, self.peers.heap = self.shape, self.area, self.heap_layout
+                self.peers.rank, self.peers.report = self.rank, self.mapped.device_report
+                self.peers.timeout_ns = <int64_t>(self.timeout * 1e9)
+                self.peers.num_local = <int32_t>epcy_num_local_experts(&self.shape)
+                self.peers.goes_on = self.masks_late
+                check(epcy_cuda_stream(<void **>&self.own_stream), "cudaStreamCreate")
+                check(epcy_cuda_load(), "loading kernels")
+                if self.meter is not None:
+                    self.counters = Counters()
+                    self.counters.open(self.meter, self.start + self.peers.control.counters, self.device,
+                                       epcy_num_local_experts(&self.shape))
+                self.num_multiprocessors = cupy.cuda.Device(self.device).attributes["MultiProcessorCount"]
+                self.choose_blocks(options["num_sms"])
+                options["num_sms"] = max(options["num_sms"] or self.combine_blocks, self.dispatch_peer_blocks * (
+                    self.num_ranks - 1) + self.dispatch_own_blocks)
+                self.pool, self.alive, self.captured = cupy.cuda.MemoryPool(), [], []
+                self.open_areas(self.memory)
+                self.take()
+                error = self.counters.open_page(options["status_dir"]) if self.counters is not None else None
+                self.take()
+                bootstrap.exchange(comm, None, error, self.timeout, "Buffer()")  # every control region is zero now
+            finally:
+                epcy_cuda_set_device(previous, NULL)
+        except BaseException as error:
+            told = self.failed(comm, error, options["timeout"])
+            if told is error:
+                raise
+            raise told from error
+
+    def abandon(self, bint together):
+        cdef int previous = 0
+        super().abandon(together)
+        if self.device >= 0:
+            epcy_cuda_set_device(self.device, &previous)
+        if self.counters is not None:
+            self.counters.close()
+            self.counters = None
+        if self.own_stream:
+            epcy_cuda_stream_free(<void *>self.own_stream)
+            self.own_stream = 0
+        if together and self.memory is not None:
+            self.memory.free()
+            self.memory = None
+        if self.device >= 0:
             epcy_cuda_set_device(previous, NULL)
 
     def num_far_ranks(self, options):

@@ -25,7 +25,7 @@ import numpy as np
 
 from epcy.backends import bootstrap, cuda_sizes
 from epcy.backends.cuda_event import Foreign
-from epcy.errors import BackendUnavailableError, EpcyError, NotSupportedError, StateError
+from epcy.errors import BackendUnavailableError, NotSupportedError, StateError
 from epcy.status import OPERATIONS
 
 cdef uint32_t OP_DISPATCH = OPERATIONS.index("low_latency_dispatch")
@@ -43,34 +43,40 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
         super().__init__(comm, shape, options, identities, token)
         if not self.shape.num_low_latency_tokens:
             return
-        self.choose_carrier(options)
-        self.low_latency_area = epcy_low_latency_area_layout(&self.shape)
-        memset(&self.dispatch_params, 0, sizeof(self.dispatch_params))
-        memset(&self.combine_params, 0, sizeof(self.combine_params))
-        for call in range(2):
-            self.fill_constants(call)
-        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            check(epcy_cuda_low_latency_dispatch_blocks(&self.shape, &blocks), "loading kernels")
-            self.dispatch_params.call.max_blocks = blocks
-            check(epcy_cuda_low_latency_combine_blocks(&self.shape, &blocks), "loading kernels")
-            self.combine_params.call.max_blocks = blocks
-            self.blocks = Blocks(self.pool, epcy_low_latency_handle_layout(&self.shape, NULL, &nowhere))
-        finally:
-            if previous != self.device:
-                epcy_cuda_set_device(previous, NULL)
+            self.choose_carrier(options)
+            self.low_latency_area = epcy_low_latency_area_layout(&self.shape)
+            memset(&self.dispatch_params, 0, sizeof(self.dispatch_params))
+            memset(&self.combine_params, 0, sizeof(self.combine_params))
+            for call in range(2):
+                self.fill_constants(call)
+            check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+            try:
+                check(epcy_cuda_low_latency_dispatch_blocks(&self.shape, &blocks), "loading kernels")
+                self.dispatch_params.call.max_blocks = blocks
+                check(epcy_cuda_low_latency_combine_blocks(&self.shape, &blocks), "loading kernels")
+                self.combine_params.call.max_blocks = blocks
+                self.blocks = Blocks(self.pool, epcy_low_latency_handle_layout(&self.shape, NULL, &nowhere))
+            finally:
+                if previous != self.device:
+                    epcy_cuda_set_device(previous, NULL)
+            bootstrap.exchange(self.comm, None, None, self.timeout, "Buffer()")
+        except BaseException as error:
+            told = self.failed(comm, error, options["timeout"])
+            if told is error:
+                raise
+            raise told from error
 
     def num_far_ranks(self, options):
         return cuda_sizes.num_far_ranks(options, self.num_ranks)
 
     def choose_carrier(self, dict options):
-        """Collective: how calls reach other ranks, and what that needs."""
+        """Local: how calls reach other ranks, and what that needs."""
         cdef Stores carrier
         cdef uint32_t far = cuda_sizes.far_ranks(options, self.num_ranks, self.rank)
         cdef bint allowed = options["allow_nvlink_for_low_latency_mode"], by_stores
         cdef int previous = 0
         by_stores = allowed and cuda_sizes.ranks_by_stores(options, self.num_ranks) == self.num_ranks
-        error = None
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
             if by_stores:
@@ -81,19 +87,11 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                 carrier.open(&self.put_wire, far, self.memory, self.device)
             self.carrier = carrier
         except ImportError as missing:
-            error = BackendUnavailableError("allow_nvlink_for_low_latency_mode: False, and more ranks than "
-                                            "num_max_nvl_peers, need epcy/libepcy_put.so, which cannot be loaded "
-                                            f"({missing}); leave both at their defaults")
-        except EpcyError as caught:
-            error = caught
+            raise BackendUnavailableError("allow_nvlink_for_low_latency_mode: False, and more ranks than "
+                                          "num_max_nvl_peers, need epcy/libepcy_put.so, which cannot be loaded "
+                                          f"({missing}); leave both at their defaults") from None
         finally:
             epcy_cuda_set_device(previous, NULL)
-        if not by_stores:
-            try:
-                bootstrap.exchange(self.comm, None, error, self.timeout, "Buffer()")
-            except EpcyError:
-                self.memory.free()
-                raise
         self.low_latency_transport = self.carrier.name
         if allowed and not by_stores:
             self.low_latency_transport = f"NVLink, between nodes {self.carrier.name}"

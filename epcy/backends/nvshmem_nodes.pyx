@@ -20,11 +20,12 @@ from epcy.backends.cuda_handle cimport CudaHandle
 from epcy.backends.cuda_nodes cimport *
 from epcy.backends.cuda_put cimport epcy_put_quiet, epcy_put_start
 from epcy.backends.nvshmem cimport NvshmemBackend
+from epcy.backends.nvshmem_waits cimport LEFT
 from epcy.backends.symmetric cimport check
 
 from epcy.backends import bootstrap, cuda_sizes, verdicts
 from epcy.backends.nvshmem_waits import records
-from epcy.errors import BackendError, CapacityError, EpcyError, PeerError
+from epcy.errors import BackendError, CapacityError, PeerError
 
 
 cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
@@ -33,28 +34,34 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
         cdef int previous = 0
         self.nodes, self.node_bytes = topology, np.zeros(2, np.uint64)
         super().__init__(comm, shape, options, identities, token)
-        error = None
-        check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            status = epcy_put_start(self.device)
-            if status:
-                error = BackendError(f"NVSHMEM's device library did not start (status {status}); set "
-                                     "NVSHMEM_DEBUG=INFO to see why", "NVSHMEM", status)
-            else:
+            check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
+            try:
+                status = epcy_put_start(self.device)
+                if status:
+                    raise BackendError(f"NVSHMEM's device library did not start (status {status}); set "
+                                       "NVSHMEM_DEBUG=INFO to see why", "NVSHMEM", status)
                 check(epcy_nodes_load(), "loading kernels")
-            check(epcy_cuda_stream(<void **>&self.leave_stream), "cudaStreamCreate")
-        finally:
-            epcy_cuda_set_device(previous, NULL)
-        try:
-            bootstrap.exchange(self.comm, None, error, self.timeout, "Buffer()")
-        except EpcyError:
-            self.memory.free()
-            raise
-        self.fill_map(options["path"])
-        self.transport = f"NVSHMEM put, {options['path']} path"
-        if self.counters is not None:
-            self.counters.beside = self.read_node_bytes
-        options["num_sms"] = max(options["num_sms"], self.num_blocks("dispatch", "rank"))
+                check(epcy_cuda_stream(<void **>&self.leave_stream), "cudaStreamCreate")
+            finally:
+                epcy_cuda_set_device(previous, NULL)
+            self.fill_map(options["path"])
+            self.transport = f"NVSHMEM put, {options['path']} path"
+            if self.counters is not None:
+                self.counters.beside = self.read_node_bytes
+            options["num_sms"] = max(options["num_sms"], self.num_blocks("dispatch", "rank"))
+            bootstrap.exchange(self.comm, None, None, self.timeout, "Buffer()")
+        except BaseException as error:
+            told = self.failed(comm, error, options["timeout"])
+            if told is error:
+                raise
+            raise told from error
+
+    def abandon(self, bint together):
+        if self.leave_stream:
+            epcy_cuda_stream_free(<void *>self.leave_stream)
+            self.leave_stream = 0
+        LowLatencyNvshmemBackend.abandon(self, together)
 
     def more_words(self, options, begin):
         groups = self.groups(self.rank, options["path"])
@@ -196,7 +203,7 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
         return check(epcy_nodes_launch_reset(&c, &self.wire, self.num_resets, <void *>self.own_stream),
                      "launching reset")
 
-    cdef int tell_gone(self, uint32_t spared=0) noexcept:
+    cdef int tell_gone(self, uint32_t spared=0, uint32_t how=LEFT) noexcept:
         cdef epcy_nodes_call c
         cdef CudaEvent event
         try:

@@ -5,6 +5,10 @@ from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from epcy.backends.cuda_event cimport CudaEvent
 from epcy.backends.nvshmem_heap cimport NvshmemHeap
 
+cdef enum:                              # what a rank tells the others' kernels when it leaves
+    LEFT = 1
+    LEFT_ALONE = 2                      # by free(), after it went on without some rank
+
 
 cdef class NvshmemWaits(NvshmemHeap):
     cdef CudaEvent last                 # the end of the last eager call
@@ -14,7 +18,7 @@ cdef class NvshmemWaits(NvshmemHeap):
 
     cdef int wait_report(self, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, str op) except -1
     cdef int settle(self, str op) except -1
-    cdef int tell_gone(self, uint32_t spared=*) noexcept
+    cdef int tell_gone(self, uint32_t spared=*, uint32_t how=*) noexcept
     cdef object reported(self)
     cdef object late_error(self)
     cdef object late_ranks(self)

@@ -65,14 +65,13 @@ cdef class NvshmemWaits(NvshmemHeap):
         epcy_cuda_put(self.start + self.peers.control.local + <int64_t>&local.broken, &one, 4)
         self.tell_gone()
 
-    cdef int tell_gone(self, uint32_t spared=0) noexcept:
+    cdef int tell_gone(self, uint32_t spared=0, uint32_t how=LEFT) noexcept:
         """Tell the other ranks' kernels, but for some, that they need not wait for this one."""
-        cdef uint32_t one = 1
         cdef int rank
         for rank in range(self.num_ranks):
             if spared >> rank & 1:
                 continue
-            epcy_cuda_put(self.peers.base[rank] + self.peers.control.left + 4 * self.rank, &one, 4)
+            epcy_cuda_put(self.peers.base[rank] + self.peers.control.left + 4 * self.rank, &how, 4)
         return 0
 
     cdef int settle(self, str op) except -1:

@@ -92,10 +92,14 @@ def start(comm, device, heap_bytes, timeout):
     bootstrap.exchange(comm, None, error, timeout, "epcy.init()")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    got = bootstrap.allgather(comm, unique_id() if rank == 0 else None, timeout, "epcy.init()")
-    raw = got[0]
-    check(epcy_cuda_set_device(device, &previous), "cudaSetDevice")
+    mine = None
+    try:        # NVSHMEM's start waits for all ranks, without a limit: what can fail before it does so here
+        mine = unique_id() if rank == 0 else None
+        check(epcy_cuda_set_device(device, &previous), "cudaSetDevice")
+    except BackendError as caught:
+        error = caught
     try:
+        raw = bootstrap.exchange(comm, mine, error, timeout, "epcy.init()")[0]
         with nogil:
             status = epcy_nvshmem_init(rank, size, &raw[0])
         if status or epcy_nvshmem_init_status() < INITIALIZED:

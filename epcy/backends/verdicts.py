@@ -6,10 +6,20 @@ import re
 from collections.abc import Sequence
 
 from epcy.backends.names import LAYOUTS, PAYLOADS, REDUCTIONS
-from epcy.errors import ArgumentError, CapacityError, EpcyError, MismatchError, PeerError, PeerTimeoutError
+from epcy.errors import (
+    ArgumentError,
+    BackendError,
+    CapacityError,
+    EpcyError,
+    HeapError,
+    MismatchError,
+    PeerError,
+    PeerTimeoutError,
+)
 from epcy.status import OPERATIONS
 
 __all__ = [
+    "as_our_own",
     "bad_id",
     "crossed",
     "dropped",
@@ -32,6 +42,10 @@ Record = tuple[int, int, int, int, int, int, int]
 # Those of a low-latency call: operation, dtype, use_fp8, round_scale, use_ue8m0, reduction, use_logfmt, has weights,
 # routing.
 LowLatencyRecord = tuple[int, int, int, int, int, int, int, int, int]
+
+
+# What is left to do after a free() that failed: no reset(), which a Buffer that was freed does not take.
+FREED = "this rank has left the Buffer all the same, and its memory goes when the process ends"
 
 
 def late(
@@ -62,6 +76,8 @@ def late(
     after = "reset() on all ranks makes this Buffer usable again"
     if operation == "reset":
         after = "call reset() again on every rank where it raised: it goes on where it was"
+    elif operation == "free":
+        after = FREED
     return PeerTimeoutError(
         f"{operation} (call {epoch}) on rank {rank}: {happened}: {where}. {remedy}, or give a larger timeout; {after}",
         culprits,
@@ -106,9 +122,10 @@ def elsewhere(epoch: int, rank: int, operations: Sequence[int]) -> MismatchError
     shown = ", ".join(
         f"rank {r}: {f'in {OPERATIONS[op]}' if op else 'in no call yet'}" for r, op in enumerate(operations)
     )
+    after = FREED if operations[rank] == OPERATIONS.index("free") else "call reset() on all ranks first"
     return MismatchError(
         f"operation: the ranks disagree in call {epoch} of rank {rank}: {shown}; every rank must make the same calls "
-        "on a Buffer in the same order; call reset() on all ranks first"
+        f"on a Buffer in the same order; {after}"
     )
 
 
@@ -186,10 +203,11 @@ def crossed(
     operation: str, epoch: int, rank: int, other: int, other_operation: str, other_epoch: int, here: int
 ) -> MismatchError:
     """Return the error of two ranks that wait for each other in different Buffers."""
+    after = f"reset() the other one; of this one, {FREED}" if operation == "free" else "reset() both"
     return MismatchError(
         f"operation: the ranks use their Buffers in different orders: rank {rank} is in {operation} (call {epoch}) of "
         f"this Buffer and has not left call {here} of another one, where rank {other} is in {other_operation} (call "
-        f"{other_epoch}); issue the calls of different Buffers in the same order on every rank, and reset() both"
+        f"{other_epoch}); issue the calls of different Buffers in the same order on every rank, and {after}"
     )
 
 
@@ -237,6 +255,20 @@ def dropped(epoch: int, rank: int, num_rows: int, limit: int) -> CapacityError:
         f"num_worst_tokens: rank {rank} received {num_rows} rows in dispatch (call {epoch}), num_worst_tokens={limit}; "
         f"the rest was dropped: give num_worst_tokens={num_rows} or more"
     )
+
+
+def as_our_own(error: Exception, step: str) -> Exception:
+    """Return an error of Python's for want of memory or of the operating system as one of ours; others as they are."""
+    if isinstance(error, EpcyError):
+        return error
+    text = str(error) or type(error).__name__
+    if isinstance(error, MemoryError):
+        return HeapError(
+            f"memory: none left in {step} ({text}); give smaller sizes, or allow more memory (ulimit -v, cgroup)"
+        )
+    if isinstance(error, OSError):
+        return BackendError(f"system: a call failed in {step} ({text})", "libc", error.errno or 0)
+    return error
 
 
 def with_rank(error: EpcyError, rank: int) -> EpcyError:

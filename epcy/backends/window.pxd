@@ -23,4 +23,4 @@ cdef class Heap:
     cdef int close(self) except -1
 
 
-cdef Heap allocate(object comm, int64_t nbytes, char **base)
+cdef int allocate(Heap heap, object comm, int64_t nbytes, char **base) except -1

@@ -28,39 +28,42 @@ cdef class Heap:
 
     cdef int close(self) except -1:
         """Collective: free the window, and keep the addresses from becoming anything else's."""
-        if self.num_ranks == 1:
-            return 0            # the last array that looks at it takes the memory along
+        if self.num_ranks == 1 or self.window is None:
+            return 0            # of one rank the last array that looks at it takes the memory along
         self.window.Free()
         self.window = None
-        self.guarded = epcy_window_guard(self.start, self.nbytes) == 0
+        self.guarded = self.start != NULL and epcy_window_guard(self.start, self.nbytes) == 0
         return 0
 
 
-cdef Heap allocate(object comm, int64_t nbytes, char **base):
-    """Collective: the window over `comm`, `nbytes` a rank; `base` gets where each rank's part is mapped."""
+cdef int allocate(Heap heap, object comm, int64_t nbytes, char **base) except -1:
+    """Collective: the window over `comm`, `nbytes` a rank; `base` gets where each rank's part is mapped.
+
+    If it fails after there is a window, `heap` has that: to be closed by all.
+    """
     from mpi4py import MPI
 
     cdef int rank, size = comm.size
     cdef uint8_t[::1] alone
-    cdef Heap heap = Heap.__new__(Heap)
     # For a rank alone MPI may take the memory from malloc, which gives it to others after free() while arrays
     # of the user still look at it.
     try:
-        window = MPI.Win.Allocate_shared(apart(nbytes, size), 1, comm=comm) if size > 1 else mmap.mmap(-1, nbytes)
+        stride = apart(nbytes, size)
+        heap.num_ranks = size
+        heap.window = MPI.Win.Allocate_shared(stride, 1, comm=comm) if size > 1 else mmap.mmap(-1, nbytes)
     except (MPI.Exception, OSError, MemoryError) as error:
         reason = error.Get_error_string().split("\n")[-1] if isinstance(error, MPI.Exception) else error
         raise HeapError(f"num_max_tokens_per_rank: the memory of the Buffer, {nbytes} bytes a rank, could not be had "
                         f"({reason}; rank {comm.rank}); give fewer num_max_tokens_per_rank or num_max_recv_tokens, or "
                         "allow more memory (ulimit -v, cgroup, /dev/shm)") from None
     if size == 1:
-        alone = window
+        alone = heap.window
         base[0] = <char *>&alone[0]
     for rank in range(size if size > 1 else 0):
-        base[rank] = <char *><uintptr_t>window.Shared_query(rank)[0].address
-    heap.window, heap.num_ranks = window, size
+        base[rank] = <char *><uintptr_t>heap.window.Shared_query(rank)[0].address
     heap.start, heap.nbytes = base[comm.rank], nbytes
     _heaps.add(heap)
-    return heap
+    return 0
 
 
 def apart(int64_t nbytes, int size):

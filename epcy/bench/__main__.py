@@ -27,6 +27,7 @@ from epcy.bench import (
 )
 from epcy.bench.arguments import Arguments
 from epcy.bench.workload import BUFFER_DTYPES, Shape, draw_inputs
+from epcy.command_line import FAILURES, report
 
 BASELINE = "mpi4py Alltoallv"
 
@@ -195,13 +196,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 prediction.refuse_without_constants(backend, comm.size)
         except SystemExit as exit_:
             given, status = None, int(exit_.code or 0)
-        except (epcy.ArgumentError, epcy.NotSupportedError, epcy.BackendUnavailableError) as error:
-            sys.stderr.write(f"epcy.bench: {type(error).__name__}: {error}\n")
-            given, status = None, 2
+        except (epcy.EpcyError, *FAILURES) as error:
+            given, status = None, report("epcy.bench", error)
         sys.stdout.flush()
         sys.stderr.flush()
     given, backend, status = comm.bcast((given, backend, status))
-    return status if given is None else run(comm, given, backend, argv)
+    if given is None:
+        return int(status)
+    try:
+        return run(comm, given, backend, argv)
+    except (epcy.EpcyError, *FAILURES) as error:
+        return report("epcy.bench", error, comm)
 
 
 if __name__ == "__main__":

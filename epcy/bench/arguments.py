@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epcy.bench.workload import DTYPES, ROUTINGS, load_routing
+from epcy.command_line import positive, whole
 
 CASES = ("dispatch", "combine", "roundtrip")  # measured where the command line names none
 MORE_CASES = ("overlap", "first-call")
 # The first is what --baseline means.
 BASELINES = {"host": ("alltoallv",), "nvshmem": ("cupy", "nccl-alltoall")}
+MOST_ELEMENTS = 2**40  # of all ranks' tokens
 SUITES = ("figures", "figures-ht", "figures-ll", "decoding")
 
 EPILOG = """\
@@ -118,7 +120,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add(
         "-b",
         "--min-tokens",
-        type=_positive,
+        type=whole(1),
         default=default.min_tokens,
         metavar="MIN",
         help="tokens a rank (%(default)s)",
@@ -126,25 +128,25 @@ def _make_parser() -> argparse.ArgumentParser:
     add(
         "-e",
         "--max-tokens",
-        type=_positive,
+        type=whole(1),
         default=None,
         metavar="MAX",
         help=f"up to here ({default.max_tokens})",
     )
-    add("-f", "--factor", type=_positive, default=default.factor, help="from size to size (%(default)s)")
-    add("-n", "--runs", type=_positive, default=default.runs, help="timed runs a line (%(default)s)")
-    add("-w", "--warmup", type=_natural, default=default.warmup, help="runs before them (%(default)s)")
+    add("-f", "--factor", type=whole(1), default=default.factor, help="from size to size (%(default)s)")
+    add("-n", "--runs", type=whole(1), default=default.runs, help="timed runs a line (%(default)s)")
+    add("-w", "--warmup", type=whole(0), default=default.warmup, help="runs before them (%(default)s)")
     add(
         "--hidden",
-        type=_positive,
+        type=whole(1),
         default=default.hidden,
         metavar="H",
         help="elements of a token (%(default)s)",
     )
-    add("--topk", type=_positive, default=default.topk, metavar="K", help="experts of a token (%(default)s)")
+    add("--topk", type=whole(1), default=default.topk, metavar="K", help="experts of a token (%(default)s)")
     add(
         "--experts",
-        type=_positive,
+        type=whole(1),
         default=default.experts,
         metavar="E",
         help="experts of all ranks (%(default)s)",
@@ -167,7 +169,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--layout", choices=("rank", "expert"), default=default.layout, help="rows of dispatch (%(default)s)")
     add(
         "--expert-alignment",
-        type=_positive,
+        type=whole(1),
         default=default.expert_alignment,
         metavar="N",
         help="rows that groups of the expert layout are padded to a multiple of (%(default)s)",
@@ -190,19 +192,19 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--use-logfmt", action="store_true", help="10 bits an element on the way back, in --mode ll")
     add(
         "--inner",
-        type=_positive,
+        type=whole(1),
         default=default.inner,
         help="inner width of an expert in the case overlap (%(default)s)",
     )
     add(
         "--calls",
-        type=_positive,
+        type=whole(1),
         metavar="N",
         help="calls timed together, in a graph or in --mode ll (20 there, 5 in a graph of ht)",
     )
     add(
         "--floor-gbps",
-        type=float,
+        type=positive("GB/s", 1e6),
         metavar="RATE",
         help="rate of the floor column (nvshmem: what the copy engine does in this run)",
     )
@@ -211,7 +213,7 @@ def _make_parser() -> argparse.ArgumentParser:
         choices=SUITES,
         help="measure a set of lines that epcy/bench/suites.py names, instead of what the options say",
     )
-    add("--num-sms", type=_positive, metavar="N", help="SMs, or threads a rank on the host (epcy's choice)")
+    add("--num-sms", type=whole(1), metavar="N", help="SMs, or threads a rank on the host (epcy's choice)")
     add(
         "--routing",
         default=default.routing,
@@ -233,7 +235,7 @@ def _make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="time each line again with the Buffer's option check (EPCY_CHECK=1)",
     )
-    add("--seed", type=_natural, default=default.seed, help="of tokens and routings (%(default)s)")
+    add("--seed", type=whole(0), default=default.seed, help="of tokens and routings (%(default)s)")
     add(
         "--predict",
         action="store_true",
@@ -257,6 +259,12 @@ def _refuse_misfits(parser: argparse.ArgumentParser, given: Arguments, num_ranks
     if given.max_tokens < given.min_tokens:
         parser.error(
             f"argument -e/--max-tokens: {given.max_tokens} is less than -b/--min-tokens {given.min_tokens}"
+        )
+    elements = max(given.max_tokens if given.suite is None else 1, 1) * given.hidden * num_ranks
+    if elements > MOST_ELEMENTS:
+        parser.error(
+            f"argument --hidden: {given.hidden} elements of {given.max_tokens} tokens (-e/--max-tokens) on {num_ranks} "
+            f"ranks are {elements}, more than {MOST_ELEMENTS}"
         )
     if given.experts % num_ranks and given.suite is None:
         parser.error(f"argument --experts: {given.experts} is not a multiple of the {num_ranks} ranks")
@@ -322,20 +330,3 @@ def _refuse_low_latency_misfits(parser: argparse.ArgumentParser, given: Argument
         parser.error(
             "argument CASE: first-call is timed eagerly, uncached and alone; leave --graph, --cached and --baseline out"
         )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
-    return value
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text}")
-    return value
-
-
-_positive.__name__ = _natural.__name__ = "integer"  # what argparse calls them in its messages

@@ -17,6 +17,7 @@ from epcy.backends import bootstrap, find
 from epcy.bench import results
 from epcy.bench.replay_calls import Player
 from epcy.bench.replay_values import Values
+from epcy.command_line import FAILURES, positive, report
 from epcy.errors import ArgumentError, EpcyError
 from epcy.recording import Recording, read, spread
 from epcy.recording.calls import Array
@@ -215,7 +216,7 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m epcy.bench replay",
         description="Make the calls of a recording (epcy.record) again on these ranks, time and check them.",
@@ -227,10 +228,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--backend", choices=("host", "nvshmem"), help="what moves the tokens (epcy's choice)"
     )
-    parser.add_argument("--timeout", type=float, default=20.0, metavar="S", help="of a call (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=positive("seconds", 1e6), default=20.0, metavar="S", help="of a call (%(default)s)"
+    )
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not compare rows")
     parser.add_argument("--json", metavar="FILE", help="write the table, and the failure if there is one")
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -241,19 +244,26 @@ def main(argv: Sequence[str]) -> int:
     status = 0
     if comm.rank == 0:
         try:
-            given = parse(argv)
+            given = make_parser().parse_args(argv)
             whole = read(given.file)
             recording = spread(whole, comm.size)
             sys.stdout.write(heading_of(given.file, whole, comm.size))
         except SystemExit as exit_:
             status = int(exit_.code or 0)
-        except ArgumentError as error:
-            sys.stderr.write(f"epcy.bench replay: {error}\n")
-            status = 2
+        except (ArgumentError, *FAILURES) as error:
+            status = report("epcy.bench replay", error)
         sys.stdout.flush()
     given, recording, status = comm.bcast((given, recording, status))
     if given is None or recording is None:
         return int(status)
+    try:
+        return _replay(comm, recording, given)
+    except (EpcyError, *FAILURES) as error:
+        return report("epcy.bench replay", error, comm)
+
+
+def _replay(comm: MPI.Intracomm, recording: Recording, given: argparse.Namespace) -> int:
+    """Replay, and tell; return the exit status. Collective."""
     outcome = play(comm, recording, given.backend, check=given.check, timeout=given.timeout)
     failure = outcome.failure
     if comm.rank == 0:

@@ -67,6 +67,8 @@ class record:  # noqa: N801 - used as a function
         num_calls is below 1; rank 0 cannot write the file.
     PeerTimeoutError
         A rank did not come to the end of the block; this one has written its part.
+    HeapError, PeerError
+        A rank had no memory to keep a call, or what it kept: every call was made, and nothing is written.
     StateError
         Another recording is under way, or the same one is entered again.
     """
@@ -91,6 +93,7 @@ class record:  # noqa: N801 - used as a function
         self._kept: dict[int, Kept] = {}
         self._alive: list[Any] = []
         self._start_ns = 0
+        self._error: Exception | None = None  # what was in the way of keeping a call, first
 
     def __enter__(self) -> record:
         from mpi4py import MPI
@@ -117,20 +120,27 @@ class record:  # noqa: N801 - used as a function
             return
         use_recorder(None)
         record._current = None
-        part = self._part()
+        part, error = {"rank": comm.rank, "buffers": []}, self._error
+        try:
+            part = self._part()
+        except Exception as caught:
+            error = error or caught
         self._kept, self._alive = {}, []
         if kind is not None:
             self._write_alone(part, comm)
             return
         try:
-            bootstrap.allgather(comm, None, self.timeout, "the end of epcy.record")
+            bootstrap.exchange(comm, None, error, self.timeout, "the end of epcy.record")
         except PeerTimeoutError:
             self._write_alone(part, comm)
             raise
-        error = write_of_all(comm, self.path, part, lambda parts: write(self.path, join(parts, comm.size)))
+        except Exception:  # on every rank
+            comm.Free()
+            raise
+        refused = write_of_all(comm, self.path, part, lambda parts: write(self.path, join(parts, comm.size)))
         comm.Free()
-        if error is not None:
-            raise error
+        if refused is not None:
+            raise refused
 
     def _write_alone(self, part: dict[str, Any], comm: MPI.Intracomm) -> None:
         with contextlib.suppress(OSError):  # the exception that ends the block is the one to see
@@ -145,9 +155,13 @@ class record:  # noqa: N801 - used as a function
 
     def call(self, buf: Any, op: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Make a call and keep it; what it raises is raised."""
-        kept = self._kept_of(buf)
-        entry = self._entry(kept, buf, op, function, arguments)
-        kept.entries.append(entry)
+        try:
+            kept = self._kept_of(buf)
+            entry = self._entry(kept, buf, op, function, arguments)
+            kept.entries.append(entry)
+        except Exception as error:  # the call itself has to be made: the other ranks are in it
+            self._error = self._error or error
+            return function(**arguments)
         entry.start_ns = time.monotonic_ns()
         try:
             result = function(**arguments)

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from epcy.command_line import whole
 from epcy.errors import ArgumentError
 from epcy.model import Constants
 from epcy.simulate.footprint import Footprint, footprints
@@ -35,7 +36,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         ("--qps", 2, "queue pairs to each other rank, for --footprint"),
         ("--seed", 0, "of the routing"),
     ):
-        command.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (%(default)s)")
+        least = 0 if flag == "--seed" else 1
+        command.add_argument(
+            flag, type=whole(least), default=default, metavar="N", help=f"{text} (%(default)s)"
+        )
     command.add_argument(
         "--mode", choices=("ht", "ll", "both"), default="both", help="which operations (%(default)s)"
     )
@@ -51,7 +55,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--routing", default="random", metavar="FILE",
         help="a recording (epcy.record), whose first dispatch gives tokens, experts and lanes, instead of random",
     )  # fmt: skip
-    command.add_argument("--groups", type=int, metavar="N", help="a token's experts lie on at most N nodes")
+    command.add_argument(
+        "--groups", type=whole(1), metavar="N", help="a token's experts lie on at most N nodes"
+    )
     command.add_argument(
         "--cached", action="store_true", help="the routing of dispatch is known: nothing is counted"
     )

@@ -179,6 +179,7 @@ void epcy_host_span(epcy_host *h, int span);    /* what was done since the last 
 /* The last low-latency call that `rank` goes on in without another one; ~0: it does so still; 0: never. [R] */
 uint64_t *epcy_host_without(const epcy_host *h, int64_t rank);
 void epcy_host_mask(epcy_host *h, int64_t rank, int masked);
+int64_t epcy_now_ns(void); /* by this machine's clock, which no other one's agrees with */
 /* Wait until `word` of every rank that is not masked is at least `value`; at most slice_ns. */
 int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_ns);
 

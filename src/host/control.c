@@ -186,7 +186,8 @@ int epcy_host_wait(const epcy_host *h, int word, uint64_t value, int64_t slice_n
     } else { /* it takes longer: leave the cores to those who work */
       epcy_bell *bell = bell_of(h, h->rank);
       const uint32_t rung = epcy_bell_begin(bell);
-      if (epcy_host_word(h, next, word) < value) epcy_bell_sleep(bell, rung, slice_ns < SLEEP_NS ? slice_ns : SLEEP_NS);
+      const int64_t left = slice_ns - elapsed + 1;
+      if (epcy_host_word(h, next, word) < value) epcy_bell_sleep(bell, rung, left < SLEEP_NS ? left : SLEEP_NS);
       epcy_bell_end(bell);
     }
     if (word != EPCY_WORD_RESET && any_broken(h, value)) return EPCY_WAIT_BROKEN;

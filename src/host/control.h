@@ -5,7 +5,6 @@
 #include "epcy/host.h"
 
 int64_t epcy_record_bytes(const epcy_shape *shape); /* with its counts */
-int64_t epcy_now_ns(void);                          /* by this machine's clock, which no other one's agrees with */
 /* Set a word in the copy of another node's rank. */
 void epcy_host_copy_word(epcy_host *h, int64_t rank, int word, uint64_t value);
 

@@ -1,6 +1,8 @@
 """Making a Buffer: communicators of every kind, options that differ or are wrong, too large a heap."""
 
+import gc
 import os
+import time
 
 import numpy as np
 import pytest
@@ -241,3 +243,85 @@ def test_no_address_space(comm, backend):
     epcy.Buffer(
         comm, backend=backend, num_max_tokens_per_rank=8, hidden=64, num_experts=comm.size, num_topk=1
     ).free()
+
+
+def left_behind(folder):
+    """What this rank still holds: its status pages, and the windows that it has mapped."""
+    with open("/proc/self/maps") as maps:
+        windows = sum("/dev/shm/" in line for line in maps)
+    return sorted(os.listdir(folder)) if folder.exists() else [], windows
+
+
+POINTS = [("arrival", 2), ("data", 5), ("completion", 2)]  # and how many there are at least
+
+
+@pytest.mark.parametrize("kind", ["alloc", "os"])
+@pytest.mark.parametrize("nodes", [False, True])
+@pytest.mark.parametrize("who", ["first", "last", "all"])
+def test_one_rank_fails_at_each_point(comm, backend, tmp_path, kind, nodes, who):
+    """Wherever a rank finds no memory, or the system refuses: all hear of it at once, and nothing stays."""
+    if nodes and (comm.size == 1 or backend != "host"):
+        pytest.skip("two ranks, host")
+    culprit = 0 if who == "first" else comm.size - 1
+    rank = "" if who == "all" else f"rank={culprit},"
+    options = sizes(
+        comm, backend=backend, low_latency_mode=True, timeout=20, status_dir=str(tmp_path / "pages")
+    )
+    if nodes:
+        options |= {"num_max_nvl_peers": 1, "path": "direct"}
+    with epcy.Buffer(comm, **options) as buf:  # what MPI keeps for the next one is there from now on
+        works(buf)
+    before = left_behind(tmp_path / "pages")
+    for phase, least in POINTS:
+        for call in range(1, 30):
+            fault = f"{kind}:{rank}operation=constructor,phase={phase},call={call}"
+            start = time.monotonic()
+            try:
+                buf = epcy.Buffer(comm, faults=fault, **options)
+            except epcy.EpcyError as error:
+                assert time.monotonic() - start < 2
+                mine = who == "all" or comm.rank == culprit
+                own = epcy.HeapError if kind == "alloc" else (epcy.BackendError, epcy.ArgumentError)
+                assert isinstance(error, own if mine else epcy.PeerError), repr(error)
+                assert mine or error.ranks == (culprit,)
+                assert f"rank {comm.rank if mine else culprit}" in str(error), error
+                told = error
+                assert "EPCY_FAULTS" in str(error) or "num_node_buffers" in str(error), error
+            else:
+                buf.free()
+                assert call > least, f"only {call - 1} points in phase {phase}"
+                break
+        else:
+            pytest.fail(f"never through: {told}")
+    gc.collect()
+    assert left_behind(tmp_path / "pages") == before
+    with epcy.Buffer(comm, **options) as buf:
+        works(buf)
+
+
+def test_failures_do_not_use_up_communicators(comm, backend):
+    """Far more of them than MPI has communicators, after the backend was made."""
+    options = sizes(comm, backend=backend, timeout=20)
+    fault = f"alloc:rank={comm.size - 1},operation=constructor,phase=completion"
+    for _ in range(700):
+        error = raised(lambda: epcy.Buffer(comm, faults=fault, **options))
+        assert type(error) is (epcy.HeapError if comm.rank == comm.size - 1 else epcy.PeerError), repr(error)
+    epcy.Buffer(comm, **options).free()
+
+
+def test_a_warmup_without_memory(comm, backend, tmp_path):
+    """In the constructor all ranks raise, and the Buffer is gone; later it stays usable."""
+    pages = tmp_path / "pages"
+    options = sizes(comm, backend=backend, low_latency_mode=True, timeout=20, status_dir=str(pages))
+    fault = f"alloc:rank={comm.size - 1},operation=warmup,call=1"
+    kind = epcy.HeapError if comm.rank == comm.size - 1 else epcy.PeerError
+    start = time.monotonic()
+    error = raised(lambda: epcy.Buffer(comm, faults=fault, preinitialize=True, **options))
+    assert type(error) is kind and "warmup" in str(error) and time.monotonic() - start < 2, repr(error)
+    comm.Barrier()
+    assert not pages.exists() or not list(pages.iterdir())
+    with epcy.Buffer(comm, faults=fault, **options) as buf:
+        error = raised(buf.warmup)
+        assert type(error) is kind and "warmup" in str(error), repr(error)
+        buf.warmup()
+        works(buf)

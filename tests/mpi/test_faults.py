@@ -174,6 +174,33 @@ def test_a_failing_allocation(comm, make_buffer, operation):
     works(buf)
 
 
+MID_CALL = [(name, phase) for name in HIGH_THROUGHPUT for phase in ("data", "completion")]
+MID_CALL += [(name, phase) for name in LOW_LATENCY for phase in ("data", "completion", "receipt")]
+
+
+@pytest.mark.host_only("no fault strikes inside a kernel")
+@pytest.mark.parametrize("name, phase", MID_CALL)
+def test_no_memory_in_mid_call(comm, make_buffer, name, phase):
+    """The rank that it happens to raises it; the others hear of it in this call or in the next one, at once."""
+    buf, call = strike(make_buffer, comm, "alloc", name, phase, 20)
+    last = comm.size - 1
+    start = time.monotonic()
+    error = low_latency.late_error(buf, call)
+    if comm.rank == last:
+        assert isinstance(error, MemoryError), repr(error)
+    elif error is None:  # it had done what this call needs of it
+        assert "low" in name
+        error = raised(buf.barrier)
+    assert time.monotonic() - start < 2
+    if comm.rank != last:
+        assert type(error) is epcy.PeerTimeoutError and "gave up" in str(error), repr(error)
+        assert comm.size > 2 or error.ranks == (last,)  # of three, another one may have left for its sake
+    assert not buf
+    comm.Barrier()
+    buf.reset()
+    works(buf)
+
+
 def test_a_full_heap(comm, make_buffer):
     for culprit in range(comm.size):
         error = raised(lambda: make_buffer(faults=f"full:rank={culprit}"))  # noqa: B023

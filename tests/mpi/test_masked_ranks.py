@@ -7,7 +7,7 @@ import pytest
 
 import epcy
 from epcy import reference
-from mpi.cases import DTYPES, assert_bits, draw, mine, raised, to_device, to_expert_0
+from mpi.cases import DTYPES, assert_bits, draw, mine, raised, to_device, to_expert_0, works
 from mpi.low_latency_cases import compare_received, expert_rows
 from parallel import given
 
@@ -225,6 +225,52 @@ def test_reset_without_a_rank(comm, make):
     for seed in range(2):
         buf.reset()
         pair(buf, [()] * comm.size, seed)
+
+
+@pytest.mark.usefixtures("three_ranks")
+@pytest.mark.parametrize("num_calls", [0, 1, 2])
+@pytest.mark.parametrize("first", ["nobody", "the masked one", "the others"])
+@pytest.mark.parametrize("by", ["all others", "rank 0", "timeout"])
+def test_free(comm, make, by, first, num_calls):
+    """Whoever has masked a rank frees alone; so does that rank, and so do those who masked nobody: without an error."""
+    buf, out = make(timeout=20, on_timeout="mask" if by == "timeout" else "raise"), comm.size - 1
+    x, idx, _ = mine(buf, draw(1, comm.size, 6, num_experts=4 * comm.size, num_topk=3))
+
+    def call():
+        event = buf.low_latency_dispatch(x, idx, timeout=0.2 if by == "timeout" else None)[3]
+        event.synchronize()
+
+    call()
+    comm.Barrier()
+    if comm.rank != out:
+        if by == "timeout":
+            call()
+            assert buf.masked_ranks() == (out,)
+        elif by == "all others" or comm.rank == 0:
+            buf.mask_rank(out)
+        for _ in range(num_calls if by != "rank 0" else 0):
+            call()
+    if first != "the masked one" or by == "timeout":  # else it is in free() while others make their calls
+        comm.Barrier()
+    if {"the masked one": comm.rank != out, "the others": comm.rank == out}.get(first, False):
+        time.sleep(0.1)
+    start = time.monotonic()
+    buf.free()
+    assert time.monotonic() - start < 5 and not buf
+    works(make())
+
+
+@pytest.mark.usefixtures("three_ranks")
+def test_free_without_a_rank_that_gave_up(comm, make):
+    """The error of a free() that is not together with all names no remedy that a freed Buffer has not."""
+    buf = make(timeout=20)
+    comm.Barrier()
+    if comm.rank == 0:
+        time.sleep(0.3)
+    error = raised(lambda: buf.free(timeout=0.1))
+    assert type(error) is epcy.PeerTimeoutError and 0 in error.ranks or comm.rank == 0, repr(error)
+    assert "reset()" not in str(error) and "has left the Buffer all the same" in str(error), error
+    assert raised(buf.free) is None
 
 
 @pytest.mark.parametrize("rank", [-1, 99, "0", 1.0, True, None, "self"])

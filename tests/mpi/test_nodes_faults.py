@@ -244,3 +244,23 @@ def test_nodes_whose_ranks_are_not_in_a_row(one_rank, num_ranks, path):
         pytest.skip("this MPI library does not split a machine")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{num_ranks} ranks on 2 nodes" in done.stdout and "ranks 0, 2" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("first", ["nobody", "the masked one", "the others"])
+@pytest.mark.parametrize("peers", [1, 2])
+def test_free_with_a_masked_rank(comm, make_buffer, peers, first):
+    """Who is masked learns of it by a message; then it frees alone, as those do who masked it, and everybody else."""
+    if comm.size < 3:
+        pytest.skip("three ranks")
+    out = comm.size - 1
+    options = {"num_max_nvl_peers": peers, "path": "direct", "low_latency_mode": True, "timeout": 20}
+    buf = make_buffer(**options)
+    comm.Barrier()
+    if comm.rank == 0:
+        buf.mask_rank(out)
+    if {"the masked one": comm.rank != out, "the others": comm.rank == out}.get(first, False):
+        time.sleep(0.2)
+    start = time.monotonic()
+    buf.free()
+    assert time.monotonic() - start < 5 and not buf
+    works(make_buffer(**options))

@@ -1,6 +1,7 @@
 """epcy.record: what it keeps of real calls, and that they can be made again, here and on other numbers of ranks."""
 
 import stat
+import time
 
 import ml_dtypes
 import numpy as np
@@ -64,6 +65,30 @@ OPS += ["low_latency_dispatch", "hook"] + ["low_latency_combine", "hook"] * 2 + 
 @pytest.fixture
 def buf(make_buffer):
     return make_buffer(num_topk=K, hidden=H, dtype="float32", low_latency_mode=True)
+
+
+@pytest.mark.parametrize("what", ["_kept_of", "_part"])
+def test_no_memory_to_record_on_one_rank(comm, buf, path, what, monkeypatch):
+    """Every call is made, at the end everybody hears of it, and the next recording works."""
+
+    def refuse(*args):
+        raise MemoryError("none left")
+
+    start = time.monotonic()
+    with pytest.raises(epcy.EpcyError) as caught:
+        with epcy.record(path, comm) as recording:
+            if comm.rank == 0:
+                monkeypatch.setattr(recording, what, refuse)
+            every_call(buf)
+    assert time.monotonic() - start < 5
+    assert type(caught.value) is (epcy.HeapError if comm.rank == 0 else epcy.PeerError), repr(caught.value)
+    assert "none left" in str(caught.value) and "the end of epcy.record" in str(caught.value)
+    comm.Barrier()
+    assert not (ROOT / path).exists()
+    with epcy.record(path, comm):
+        every_call(buf)
+    comm.Barrier()
+    assert [call.op for call in read(path).calls] == OPS * 2
 
 
 def test_what_is_kept(comm, buf, path):

@@ -152,6 +152,26 @@ def test_a_rank_that_leaves_alone(comm, check, make_buffer, same, tmp_path):
     comm.Barrier()
 
 
+def test_no_memory_on_one_rank(comm, check, make_buffer, same, tmp_path, monkeypatch):
+    """At the end of the block everybody hears of it; the next trace works."""
+    buf, path = make_buffer(), same(tmp_path / "trace.json")
+
+    def refuse(meter):
+        raise MemoryError("none left")
+
+    start = time.monotonic()
+    with monkeypatch.context() as patch, pytest.raises(epcy.EpcyError, match="none left") as caught:
+        with epcy.trace(path, comm):
+            buf.barrier()
+            if comm.rank == comm.size - 1:
+                patch.setattr(timeline, "_buffer_part", refuse)
+    assert time.monotonic() - start < 5
+    mine = comm.rank == comm.size - 1
+    assert type(caught.value) is (epcy.HeapError if mine else epcy.PeerError), repr(caught.value)
+    with epcy.trace(path, comm):
+        buf.barrier()
+
+
 def test_a_path_that_cannot_be_written(comm, make_buffer):
     buf = make_buffer()
     with pytest.raises(epcy.ArgumentError, match="path: rank 0 could not write '/nowhere/run.json'"):

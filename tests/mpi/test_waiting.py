@@ -5,6 +5,7 @@ import time
 import pytest
 
 import epcy
+from mpi import low_latency_cases as low_latency
 from mpi.cases import check_combine, check_dispatch, counting, draw, raised, to_expert_0, told
 
 
@@ -71,6 +72,38 @@ def test_every_collective_call_is_bounded(comm, make_buffer, operation):
     else:
         buf.reset()
         buf.barrier()
+
+
+@pytest.mark.parametrize("timeout", [0.02, 0.05])
+@pytest.mark.parametrize("operation", ["dispatch", "combine", "barrier", "reset", "low_latency_dispatch"])
+def test_short_timeouts(comm, make_buffer, operation, timeout):
+    """Over when they are, neither before nor after: of some tries one at least is not disturbed."""
+    buf = make_buffer(timeout=20, low_latency_mode=True)
+    took = []
+    for _ in range(5):
+        buf.reset()
+        x, idx = to_expert_0(buf, 2)
+        r = buf.dispatch(x, idx)
+        comm.Barrier()
+        calls = {
+            "dispatch": lambda: buf.dispatch(x, idx, timeout=timeout),  # noqa: B023
+            "combine": lambda: buf.combine(r.recv_x, r.handle, timeout=timeout),  # noqa: B023
+            "barrier": lambda: buf.barrier(timeout=timeout),  # noqa: B023
+            "reset": lambda: buf.reset(timeout=timeout),  # noqa: B023
+            "low_latency_dispatch": lambda: buf.low_latency_dispatch(x, idx, timeout=timeout),  # noqa: B023
+        }
+        if comm.rank == 0:
+            start = time.monotonic()
+            error = low_latency.late_error(buf, calls[operation])
+            took.append(time.monotonic() - start)
+            assert type(error) is epcy.PeerTimeoutError and f"timeout={timeout:g} s" in str(error), repr(
+                error
+            )
+        comm.Barrier()
+    buf.reset()
+    buf.free()
+    if comm.rank == 0:
+        assert min(took) >= 0.95 * timeout and min(took) < timeout + 0.03, took
 
 
 def test_constructor_is_bounded(comm, backend):

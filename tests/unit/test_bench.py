@@ -368,7 +368,7 @@ def test_defaults_and_sizes():
     [
         (["gather"], 2, "CASE: 'gather'"),
         (["-b", "0"], 2, "-b/--min-tokens"),
-        (["-b", "x"], 2, "-b/--min-tokens: invalid integer value: 'x'"),
+        (["-b", "x"], 2, "-b/--min-tokens: expected a whole number from 1 to 2147483647, got 'x'"),
         (["-b", "64", "-e", "8"], 2, "-e/--max-tokens: 8 is less"),
         (["-n", "-1"], 2, "-n/--runs"),
         (["--experts", "10"], 4, "--experts: 10 is not a multiple of the 4 ranks"),
@@ -391,6 +391,7 @@ def test_defaults_and_sizes():
         (["--use-logfmt"], 2, "--use-logfmt"),
         (["--mode", "ll", "--dtype", "fp8", "--use-ue8m0", "--hidden", "256"], 2, "--hidden: 256"),
         (["--inner", "0"], 2, "--inner"),
+        (["--hidden", "2000000000"], 2, "--hidden: 2000000000 elements of 1024 tokens"),
         (["--routing", "absent.npy"], 2, "--routing absent.npy"),
         (["--json", "no/such/folder/a.json"], 2, "--json"),
     ],

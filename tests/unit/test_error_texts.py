@@ -211,6 +211,7 @@ def test_errors_are_of_epcy():
         for match in BUILTIN.finditer(path.read_text(encoding="utf-8")):
             found.append(f"{inside}: {match[0]}")
     assert found == [
+        'faults.py: raise OSError(errno.ENOSPC, "says EPCY_FAULTS (os)")',
         'handle.pyx: raise TypeError("an epcy.Handle belongs to its Buffer and cannot be pickled; '
         'keep topk_idx instead")',
         "options.py: raise TypeError",

@@ -64,3 +64,18 @@ def test_any_text(text):
         assert str(error).startswith("faults: ")
     else:
         assert all(one.kind in faults.KINDS for one in found)
+
+
+def test_take():
+    found = faults.Faults("alloc:operation=constructor,phase=data,call=2; os:operation=constructor,call=3", 0)
+    found.take("constructor", "data")
+    with pytest.raises(MemoryError, match="EPCY_FAULTS"):
+        found.take("constructor", "data")
+    with pytest.raises(OSError, match="EPCY_FAULTS"):
+        found.take("constructor", "completion")
+    found.take("warmup", "arrival")
+    in_mid_call = faults.Faults("alloc:operation=combine,phase=data", 0)
+    in_mid_call.reach("combine", "arrival")
+    assert not in_mid_call.fails("combine")
+    with pytest.raises(MemoryError):
+        in_mid_call.reach("combine", "data")
