@@ -26,7 +26,10 @@ cdef class HostNodes(HostLowLatencyBackend):
     cdef uint32_t asked                 # questions of this rank so far
 
     cdef int pump(self) except -1
+    cdef object must_be_dead(self)
     cdef int tell_nodes(self) except -1
     cdef int flush(self, double limit) except -1
     cdef bint is_told(self, int untold) noexcept
+    cdef bint is_untold(self, int i) noexcept
+    cdef bint all_dead(self) except -1
     cdef int catch_up(self) except -1

@@ -10,19 +10,18 @@ those of one node. What remains is to send this rank's words when they change, a
 import threading
 import time
 
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from posix.time cimport nanosleep, timespec
 
 from epcy.backends.host_epoch cimport HostEpoch
 from epcy.backends.host_waits cimport HostWaits
 from epcy.backends.network cimport MpiNetwork
+from epcy.backends.node_waits cimport NodeWait
 from epcy.backends.window cimport Heap, allocate
 from epcy.layout cimport epcy_num_scales
 
-from epcy.backends import bootstrap, verdicts
-from epcy.errors import EpcyError, HeapError, PeerTimeoutError
+from epcy.backends import bootstrap
+from epcy.errors import BackendError, EpcyError, HeapError, PeerTimeoutError
 
 cdef int64_t SHORT_NS = 4_000, LONG_NS = 500_000        # how long a wait looks at memory alone
 cdef int MOST_AT_ONCE = 256             # messages that a turn takes
@@ -169,7 +168,10 @@ cdef class HostNodes(HostLowLatencyBackend):
         cdef int i, channel, moved = 0, now = 1
         cdef char *message
         while now and moved < MOST_AT_ONCE:     # all that has come: the last word of a rank may be that it has left
-            now = self.network.progress()
+            try:
+                now = self.network.progress()
+            except BackendError:
+                now = self.network.give_up(self.must_be_dead())
             moved += now
             for i in range(self.num_remote):
                 channel = <int>self.nodes.num_links + i
@@ -180,6 +182,17 @@ cdef class HostNodes(HostLowLatencyBackend):
                     message = self.network.arrived(channel)
         self.tell_nodes()
         return moved
+
+    cdef object must_be_dead(self):
+        """Whose message broke off because its process has ended: the wait for it finds that out. Else raise again."""
+        cdef int i
+        remote = [self.remote[i] for i in range(self.num_remote)]
+        for _ in range(200):         # its memory went first, and what tells of its end comes a little later
+            dead = self.dead(remote)
+            if dead:
+                return dead
+            time.sleep(0.005)
+        raise
 
     cdef int tell_nodes(self) except -1:
         """Send this rank's words to everybody who does not know them; the number of ranks that could not be told.
@@ -206,26 +219,39 @@ cdef class HostNodes(HostLowLatencyBackend):
         return untold
 
     cdef int flush(self, double limit) except -1:
-        """Let everybody know what this rank has stored; when it leaves, wait until they leave too."""
-        cdef double end = time.monotonic() + limit
-        cdef timespec nap
-        nap.tv_sec, nap.tv_nsec = 0, 20_000
+        """Let everybody know what this rank has stored; when it leaves, wait until they leave too.
+
+        That is no error's place: whoever cannot be told any more, or not in time, makes the next call fail.
+        """
+        cdef NodeWait wait = None
         while True:
             self.pump()
-            if self.is_told(self.tell_nodes()) or time.monotonic() > end:
+            if self.is_told(self.tell_nodes()):
                 return 0
-            PyErr_CheckSignals()
-            with nogil:
-                nanosleep(&nap, NULL)
+            if wait is None:
+                wait = NodeWait(self, 0, "leave", -1, 0, limit)
+            if wait.rest() and (wait.waited() > limit or self.all_dead()):
+                return 0
 
     cdef bint is_told(self, int untold) noexcept:
         cdef int i
         for i in range(self.num_remote):
-            if self.h.masked[self.remote[i]]:
-                continue
-            untold += (self.leaving or self.large) and not self.network.has_sent(<int>self.nodes.num_links + i)
-            untold += self.leaving and not self.heard[i].leaving
+            untold += self.is_untold(i)
         return untold == 0
+
+    cdef bint is_untold(self, int i) noexcept:
+        """Whether this rank must not leave before a rank of another node has heard of it, or left as well."""
+        if self.h.masked[self.remote[i]]:
+            return False
+        return ((self.leaving or self.large) and not self.network.has_sent(<int>self.nodes.num_links + i)
+                or self.leaving and not self.heard[i].leaving)
+
+    cdef bint all_dead(self) except -1:
+        """Whether all who are still to be told have ended."""
+        cdef int i
+        untold = [self.remote[i] for i in range(self.num_remote)
+                  if self.is_untold(i) or self.network.room(<int>self.nodes.num_links + i) == NULL]
+        return len(self.dead(untold)) == len(untold)
 
     cdef int catch_up(self) except -1:
         """Ask everybody for an answer and wait for it: what they stored before they heard the question is known then.
@@ -233,10 +259,8 @@ cdef class HostNodes(HostLowLatencyBackend):
         Words that a rank waits for only grow, and it sees them when they come. Which reset() others are in is another
         matter: a rank that they went on without has not listened for long.
         """
-        cdef double since = time.monotonic(), left
-        cdef timespec nap
-        cdef int i, turn = 0
-        nap.tv_sec, nap.tv_nsec = 0, 20_000
+        cdef NodeWait wait = NodeWait(self, 0, "reset", EPCY_WORD_RESET, self.num_resets | 1, self.timeout)
+        cdef int i
         self.asked += 1
         while True:
             self.pump()
@@ -244,21 +268,9 @@ cdef class HostNodes(HostLowLatencyBackend):
                        if self.heard[i].answered < self.asked and not self.h.masked[self.remote[i]]]
             if not missing:
                 return 0
-            PyErr_CheckSignals()
-            turn += 1
-            left = self.timeout - (time.monotonic() - since)
-            dead = self.dead(missing) if turn % 64 == 0 or left <= 0 else []
-            if dead:
-                self.broken = True
-                self.mourn(0, EPCY_WORD_RESET, self.h.epoch, dead)
-            if left <= 0:
-                self.broken = True      # who has answered may not have come either
-                missing = [r for r in self.missing(EPCY_WORD_RESET, self.num_resets | 1) if r != self.rank] or missing
-                raise verdicts.late("reset", self.h.epoch, self.rank, missing, "reset", self.num_resets | 1,
-                                    [epcy_host_word(&self.h, r, EPCY_WORD_RESET) for r in missing],
-                                    self.where(missing), [], time.monotonic() - since, self.timeout)
-            with nogil:
-                nanosleep(&nap, NULL)
+            if wait.rest():             # who has answered may not have come either
+                late = [r for r in self.missing(EPCY_WORD_RESET, self.num_resets | 1) if r != self.rank]
+                wait.look(missing, None, late or missing)
 
     cdef int leave(self) except -1:
         HostEpoch.leave(self)
