@@ -22,12 +22,17 @@ cdef class HostNodes(HostLowLatencyBackend):
     cdef epcy_heard *heard              # what each of them said last
     cdef list peers                     # by link: the rank; then by remote rank: itself. Channels of the network.
     cdef bint leaving
-    cdef bint large                     # a snapshot may be too large to leave without this rank's help
+    cdef int num_pieces                 # of the largest snapshot; each leaves without this rank's help
+    cdef int64_t piece_bytes
+    cdef char *pieces                   # where there are several: a whole snapshot to send, then one from each rank
+    cdef int64_t *num_come              # bytes of the latter
     cdef uint32_t asked                 # questions of this rank so far
 
     cdef int pump(self) except -1
     cdef object must_be_dead(self)
+    cdef int take_piece(self, int i, const char *message) except -1
     cdef int tell_nodes(self) except -1
+    cdef int send_pieces(self, int channel, const char *snapshot, int64_t num_bytes) except -1
     cdef int flush(self, double limit) except -1
     cdef bint is_told(self, int untold) noexcept
     cdef bint is_untold(self, int i) noexcept

@@ -12,6 +12,7 @@ import time
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
 
 from epcy.backends.host_epoch cimport HostEpoch
 from epcy.backends.host_waits cimport HostWaits
@@ -28,6 +29,7 @@ cdef int MOST_AT_ONCE = 256             # messages that a turn takes
 cdef int TAG_DATA = 1, TAG_CONTROL = 2
 cdef int64_t USUAL_MESSAGE_BYTES = 1 << 18
 cdef int64_t EAGER_BYTES = 8192         # of messages that surely leave without their sender's help
+cdef int NUM_SNAPSHOTS = 8              # of the largest kind, that may be on their way to a rank
 
 
 cdef class HostNodes(HostLowLatencyBackend):
@@ -74,6 +76,8 @@ cdef class HostNodes(HostLowLatencyBackend):
         free(self.remote)
         free(self.told)
         free(self.heard)
+        free(self.pieces)
+        free(self.num_come)
 
     def find_links(self, topology, path):
         """Whom this rank exchanges rows with, and in which order sums are made."""
@@ -105,8 +109,15 @@ cdef class HostNodes(HostLowLatencyBackend):
             options["node_chunk_tokens"] = max(1, min(USUAL_MESSAGE_BYTES // token_bytes, self.h.shape.num_max_tokens))
         self.nodes.chunk_tokens = options["node_chunk_tokens"]
         data = (epcy_nodes_message_bytes(&self.h, &self.nodes), options["num_node_buffers"], True)
-        control = (epcy_snapshot_bytes(&self.h.shape), 8, True)
-        self.large = epcy_snapshot_bytes(&self.h.shape) > EAGER_BYTES
+        cdef int64_t whole_bytes = epcy_snapshot_bytes(&self.h.shape)
+        self.num_pieces = <int>((whole_bytes + EAGER_BYTES - 1) // EAGER_BYTES)
+        self.piece_bytes = min(whole_bytes, EAGER_BYTES)
+        if self.num_pieces > 1:
+            self.pieces = <char *>malloc((1 + self.num_remote) * whole_bytes)
+            self.num_come = <int64_t *>calloc(self.num_remote, sizeof(int64_t))
+            if self.pieces == NULL or self.num_come == NULL:
+                raise MemoryError
+        control = (self.piece_bytes, NUM_SNAPSHOTS * self.num_pieces, True)
         self.peers.extend([self.remote[i] for i in range(self.num_remote)])
         self.network = MpiNetwork(comm, [
             (peer, TAG_DATA, *data) if c < self.nodes.num_links else (peer, TAG_CONTROL, *control)
@@ -177,7 +188,7 @@ cdef class HostNodes(HostLowLatencyBackend):
                 channel = <int>self.nodes.num_links + i
                 message = self.network.arrived(channel)
                 while message != NULL:
-                    epcy_snapshot_apply(&self.h, self.remote[i], message, &self.heard[i])
+                    self.take_piece(i, message)
                     self.network.release(channel)
                     message = self.network.arrived(channel)
         self.tell_nodes()
@@ -208,15 +219,45 @@ cdef class HostNodes(HostLowLatencyBackend):
             if (self.h.masked[self.remote[i]] and not self.network.has_sent(channel)
                     and self.told[i].without == epcy_host_without(&self.h, self.h.rank)[self.remote[i]]):
                 continue
-            message = self.network.room(channel)
+            message = self.network.room(channel, self.num_pieces)
             if message == NULL:
                 untold += not self.h.masked[self.remote[i]]
                 continue
+            if self.num_pieces > 1:
+                message = self.pieces
             num_bytes = epcy_snapshot_take(&self.h, self.remote[i], self.leaving, self.asked, &self.heard[i],
                                            &self.told[i], message)
-            if num_bytes:
+            if self.num_pieces > 1:
+                self.send_pieces(channel, message, num_bytes)
+            elif num_bytes:
                 self.network.send(channel, num_bytes)
         return untold
+
+    cdef int send_pieces(self, int channel, const char *snapshot, int64_t num_bytes) except -1:
+        """Send a snapshot in messages that leave at once: there is room for all of them."""
+        cdef int64_t at = 0, some
+        while at < num_bytes:
+            some = min(self.piece_bytes, num_bytes - at)
+            memcpy(self.network.room(channel), snapshot + at, some)
+            self.network.send(channel, some)
+            at += some
+        return 0
+
+    cdef int take_piece(self, int i, const char *message) except -1:
+        """Apply the snapshot that a message is, or ends."""
+        cdef int64_t whole_bytes = epcy_snapshot_bytes(&self.h.shape), num_bytes
+        cdef char *into
+        if self.num_pieces > 1 and (self.num_come[i] or epcy_snapshot_num_bytes(message) > self.piece_bytes):
+            into = self.pieces + (1 + i) * whole_bytes
+            num_bytes = epcy_snapshot_num_bytes(into) if self.num_come[i] else epcy_snapshot_num_bytes(message)
+            memcpy(into + self.num_come[i], message, min(self.piece_bytes, num_bytes - self.num_come[i]))
+            self.num_come[i] += self.piece_bytes
+            if self.num_come[i] < num_bytes:
+                return 0
+            self.num_come[i] = 0
+            message = into
+        epcy_snapshot_apply(&self.h, self.remote[i], message, &self.heard[i])
+        return 0
 
     cdef int flush(self, double limit) except -1:
         """Let everybody know what this rank has stored; when it leaves, wait until they leave too.
@@ -243,14 +284,14 @@ cdef class HostNodes(HostLowLatencyBackend):
         """Whether this rank must not leave before a rank of another node has heard of it, or left as well."""
         if self.h.masked[self.remote[i]]:
             return False
-        return ((self.leaving or self.large) and not self.network.has_sent(<int>self.nodes.num_links + i)
-                or self.leaving and not self.heard[i].leaving)
+        return self.leaving and (not self.heard[i].leaving
+                                 or not self.network.has_sent(<int>self.nodes.num_links + i))
 
     cdef bint all_dead(self) except -1:
         """Whether all who are still to be told have ended."""
         cdef int i
         untold = [self.remote[i] for i in range(self.num_remote)
-                  if self.is_untold(i) or self.network.room(<int>self.nodes.num_links + i) == NULL]
+                  if self.is_untold(i) or self.network.room(<int>self.nodes.num_links + i, self.num_pieces) == NULL]
         return len(self.dead(untold)) == len(untold)
 
     cdef int catch_up(self) except -1:

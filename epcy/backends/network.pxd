@@ -17,7 +17,7 @@ cdef class Network:
     cdef int give_up(self, dead) except -1
     cdef char *arrived(self, int channel) except? NULL
     cdef int release(self, int channel) except -1
-    cdef char *room(self, int channel) except? NULL
+    cdef char *room(self, int channel, int num=*) except? NULL
     cdef int send(self, int channel, int64_t num_bytes) except -1
     cdef bint has_sent(self, int channel) noexcept
 

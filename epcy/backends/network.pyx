@@ -35,8 +35,8 @@ cdef class Network:
         """Give back the buffer of the oldest message."""
         raise NotImplementedError
 
-    cdef char *room(self, int channel) except? NULL:
-        """A free buffer, or NULL."""
+    cdef char *room(self, int channel, int num=1) except? NULL:
+        """A free buffer, or NULL; `num`: unless so many are free."""
         raise NotImplementedError
 
     cdef int send(self, int channel, int64_t num_bytes) except -1:
@@ -147,9 +147,12 @@ cdef class MpiNetwork(Network):
         self.requests[at].Start()
         return 0
 
-    cdef char *room(self, int channel) except? NULL:
-        cdef int at = self.first[channel] + self.num_buffers[channel] + self.newest[channel]
-        return NULL if self.pending[at] else self.address[at]
+    cdef char *room(self, int channel, int num=1) except? NULL:
+        cdef int i, at = self.first[channel] + self.num_buffers[channel]
+        for i in range(num):
+            if self.pending[at + (self.newest[channel] + i) % self.num_buffers[channel]]:
+                return NULL
+        return self.address[at + self.newest[channel]]
 
     cdef int send(self, int channel, int64_t num_bytes) except -1:
         cdef int at = self.first[channel] + self.num_buffers[channel] + self.newest[channel]
