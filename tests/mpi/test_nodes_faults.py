@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import epcy
-from mpi.cases import BFLOAT16, check_dispatch, draw, raised, to_expert_0, works
+from mpi.cases import BFLOAT16, check_dispatch, draw, raised, to_device, to_expert_0, works
 from parallel import ROOT, launch
 
 pytestmark = pytest.mark.host_only("of nvshmem: tests/emulator/test_nodes.py")
@@ -86,6 +86,74 @@ def test_ranks_in_different_calls(comm, nodes_of):
         error = raised(call)
         assert type(error) is epcy.MismatchError, repr(error)
         works(buf)
+
+
+HIGH_THROUGHPUT = ("dispatch", "cached dispatch", "combine", "barrier")
+LOW_LATENCY = ("low-latency dispatch", "low-latency combine")
+
+
+def calls_of(buf):
+    """One of each, both modes, of equal shapes on all ranks. Collective."""
+    last = 4 * buf.size - 1
+    x, idx, weights, slots = to_device(buf, (
+        np.ones((2, 512), np.float16), np.array([[0, last]] * 2), np.ones((2, 2), np.float32),
+        np.ones((4, 16 * buf.size, 512), np.float16),
+    ))  # fmt: skip
+    first = buf.dispatch(x, idx)
+    older, handle = (buf.low_latency_dispatch(x, idx, weights, use_fp8=False)[2] for _ in range(2))
+    y = to_device(buf, np.ones(first.recv_x.shape, np.float16))
+
+    def there(**options):
+        return buf.low_latency_dispatch(x, idx, weights, **{"use_fp8": False, **options})
+
+    def back(handle=handle, **options):
+        return buf.low_latency_combine(slots, idx, weights, handle, **options)
+
+    return {
+        "dispatch": lambda: buf.dispatch(x, idx),
+        "cached dispatch": lambda: buf.dispatch(x, handle=first.handle),
+        "combine": lambda: buf.combine(y, first.handle),
+        "barrier": buf.barrier,
+        "low-latency dispatch": there,
+        "low-latency combine": back,
+        # The same operation in another way:
+        "weights": lambda: buf.dispatch(x, idx, weights),
+        "layout": lambda: buf.dispatch(x, idx, layout="expert"),
+        "expert_alignment": lambda: buf.dispatch(x, idx, layout="expert", expert_alignment=4),
+        "dtype": lambda: buf.dispatch(to_device(buf, np.ones((2, 512), BFLOAT16)), idx),
+        "use_fp8": lambda: there(use_fp8=True),
+        "hook": lambda: there(return_recv_hook=True)[4](),
+        "reduction": lambda: back(reduction="source"),
+        "use_logfmt": lambda: back(use_logfmt=True),
+        "another handle": lambda: back(older),
+    }
+
+
+DIFFERENT = [
+    (one, two) for one in HIGH_THROUGHPUT + LOW_LATENCY for two in HIGH_THROUGHPUT + LOW_LATENCY if one < two
+]
+DIFFERENT += [("dispatch", one) for one in ("weights", "layout", "dtype", "use_fp8", "hook", "reduction")]
+DIFFERENT += [("layout", "expert_alignment"), ("low-latency dispatch", "use_fp8"), ("combine", "hook")]
+DIFFERENT += [("low-latency combine", one) for one in ("hook", "reduction", "use_logfmt", "another handle")]
+
+
+def test_a_rank_of_another_node_in_another_call(comm, nodes_of):
+    """Every pair of operations, of both modes, and every option that is compared: a MismatchError on all ranks."""
+    buf = nodes_of(timeout=20, low_latency_mode=True)
+    calls = calls_of(buf)
+    last = comm.rank == comm.size - 1
+    for pair in DIFFERENT:
+        for one, two in (pair, pair[::-1]):
+            start = time.monotonic()
+            error = raised(calls[one if last else two]) or raised(buf.check)
+            assert type(error) is epcy.MismatchError, (one, two, repr(error))
+            assert "the ranks disagree in call" in str(error) and f"rank {comm.size - 1}: " in str(error), (
+                error
+            )
+            assert time.monotonic() - start < 10
+            for name in ("dispatch", "low-latency dispatch"):  # no reset() is needed
+                calls[name]()
+    works(buf)
 
 
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
