@@ -170,12 +170,11 @@ def test_many_calls(comm, nodes_of):
 # ---- low latency
 
 
-@pytest.mark.host_only("kernels do not count what low-latency calls put")
 @pytest.mark.parametrize("hook", [False, True])
 @pytest.mark.parametrize("reduction", ["rank", "source"])
 def test_low_latency(comm, nodes_of, reduction, hook):
     buf = nodes_of(low_latency_mode=True, num_topk=3, dtype="float32")
-    assert "MPI" in buf.low_latency_transport
+    assert "between nodes" in buf.low_latency_transport
     for seed, (dtype, cast) in enumerate(
         (("bfloat16", {}), ("float16", {"use_fp8": False}), ("bfloat16", {"round_scale": True, "use_ue8m0": True}),
          ("float32", {"use_fp8": False}))
@@ -186,7 +185,8 @@ def test_low_latency(comm, nodes_of, reduction, hook):
         low_latency.check_combine(
             buf, handle, routing, seed, dtype=dtype, dispatched=sent.weights, hook=hook, reduction=reduction
         )
-    assert buf.stats().bytes_between_nodes > 0
+    if buf.backend == "host":  # kernels do not count what low-latency calls put
+        assert buf.stats().bytes_between_nodes > 0
 
 
 @pytest.mark.host_only("kernels do not count what low-latency calls put")
