@@ -4,7 +4,7 @@
 
 Of a rank of another node there is a copy of its control block here, which its messages keep up to date. All that looks
 at other ranks' words and records (the base classes) looks at these copies, so the protocol, its errors and reset() are
-those of one node. What remains is to send this rank's words when they change, and to let messages come while it waits.
+those of one node. How words come and go is in the base class (host_snapshots.pyx).
 """
 
 import threading
@@ -12,9 +12,9 @@ import time
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy
 
 from epcy.backends.host_epoch cimport HostEpoch
+from epcy.backends.host_low_latency cimport HostLowLatencyBackend
 from epcy.backends.host_waits cimport HostWaits
 from epcy.backends.network cimport MpiNetwork
 from epcy.backends.node_waits cimport NodeWait
@@ -22,29 +22,23 @@ from epcy.backends.window cimport Heap, allocate
 from epcy.layout cimport epcy_num_scales
 
 from epcy.backends import bootstrap
-from epcy.errors import BackendError, EpcyError, HeapError, PeerTimeoutError
+from epcy.errors import EpcyError, HeapError, PeerTimeoutError
 
 cdef int64_t SHORT_NS = 4_000, LONG_NS = 500_000        # how long a wait looks at memory alone
-cdef int MOST_AT_ONCE = 256             # messages that a turn takes
 cdef int TAG_DATA = 1, TAG_CONTROL = 2
 cdef int64_t USUAL_MESSAGE_BYTES = 1 << 18
-cdef int64_t EAGER_BYTES = 8192         # of messages that surely leave without their sender's help
-cdef int NUM_SNAPSHOTS = 8              # of the largest kind, that may be on their way to a rank
 
 
-cdef class HostNodes(HostLowLatencyBackend):
+cdef class HostNodes(HostSnapshots):
     def __init__(self, topology, comm, dict shape, dict options, list identities, object token):
         """Collective, blocking, over the ranks of any number of nodes; on the hierarchical path of one size."""
         cdef int size = comm.size
         self.topology = topology
         self.groups = <int32_t *>calloc(2 * size, sizeof(int32_t))
         self.is_remote = <uint8_t *>calloc(size, 1)
-        self.remote = <int *>calloc(size, sizeof(int))
-        self.told = <epcy_told *>calloc(size, sizeof(epcy_told))
-        self.heard = <epcy_heard *>calloc(size, sizeof(epcy_heard))
-        if (self.groups == NULL or self.is_remote == NULL or self.remote == NULL or self.told == NULL
-                or self.heard == NULL):
+        if self.groups == NULL or self.is_remote == NULL:
             raise MemoryError
+        self.open_told(size)
         self.find_links(topology, options["path"])
         self.node_comm = comm.Split(topology.node, comm.rank)
         super().__init__(comm, shape, options, identities, token)
@@ -73,11 +67,6 @@ cdef class HostNodes(HostLowLatencyBackend):
                 free(self.h.base[self.remote[i]])
         free(self.groups)
         free(self.is_remote)
-        free(self.remote)
-        free(self.told)
-        free(self.heard)
-        free(self.pieces)
-        free(self.num_come)
 
     def find_links(self, topology, path):
         """Whom this rank exchanges rows with, and in which order sums are made."""
@@ -109,15 +98,8 @@ cdef class HostNodes(HostLowLatencyBackend):
             options["node_chunk_tokens"] = max(1, min(USUAL_MESSAGE_BYTES // token_bytes, self.h.shape.num_max_tokens))
         self.nodes.chunk_tokens = options["node_chunk_tokens"]
         data = (epcy_nodes_message_bytes(&self.h, &self.nodes), options["num_node_buffers"], True)
-        cdef int64_t whole_bytes = epcy_snapshot_bytes(&self.h.shape)
-        self.num_pieces = <int>((whole_bytes + EAGER_BYTES - 1) // EAGER_BYTES)
-        self.piece_bytes = min(whole_bytes, EAGER_BYTES)
-        if self.num_pieces > 1:
-            self.pieces = <char *>malloc((1 + self.num_remote) * whole_bytes)
-            self.num_come = <int64_t *>calloc(self.num_remote, sizeof(int64_t))
-            if self.pieces == NULL or self.num_come == NULL:
-                raise MemoryError
-        control = (self.piece_bytes, NUM_SNAPSHOTS * self.num_pieces, True)
+        control = self.open_pieces()
+        self.first_control = <int>self.nodes.num_links
         self.peers.extend([self.remote[i] for i in range(self.num_remote)])
         self.network = MpiNetwork(comm, [
             (peer, TAG_DATA, *data) if c < self.nodes.num_links else (peer, TAG_CONTROL, *control)
@@ -172,127 +154,7 @@ cdef class HostNodes(HostLowLatencyBackend):
             if not self.leaving:        # the others may be anywhere
                 self.network.close(False)
 
-    # ---- what ranks of other nodes know of this one, and this one of them -----------------------------------
-
-    cdef int pump(self) except -1:
-        """Let messages come and go, apply what came, tell what changed; how many came or went."""
-        cdef int i, channel, moved = 0, now = 1
-        cdef char *message
-        while now and moved < MOST_AT_ONCE:     # all that has come: the last word of a rank may be that it has left
-            try:
-                now = self.network.progress()
-            except BackendError:
-                now = self.network.give_up(self.must_be_dead())
-            moved += now
-            for i in range(self.num_remote):
-                channel = <int>self.nodes.num_links + i
-                message = self.network.arrived(channel)
-                while message != NULL:
-                    self.take_piece(i, message)
-                    self.network.release(channel)
-                    message = self.network.arrived(channel)
-        self.tell_nodes()
-        return moved
-
-    cdef object must_be_dead(self):
-        """Whose message broke off because its process has ended: the wait for it finds that out. Else raise again."""
-        cdef int i
-        remote = [self.remote[i] for i in range(self.num_remote)]
-        for _ in range(200):         # its memory went first, and what tells of its end comes a little later
-            dead = self.dead(remote)
-            if dead:
-                return dead
-            time.sleep(0.005)
-        raise
-
-    cdef int tell_nodes(self) except -1:
-        """Send this rank's words to everybody who does not know them; the number of ranks that could not be told.
-
-        Without room nothing is lost: what a rank hears is always the newest. A masked rank is not waited for, and but
-        one message is under way to it, so that there is room for the news that it is masked no more.
-        """
-        cdef int i, channel, untold = 0
-        cdef int64_t num_bytes
-        cdef char *message
-        for i in range(self.num_remote):
-            channel = <int>self.nodes.num_links + i
-            if (self.h.masked[self.remote[i]] and not self.network.has_sent(channel)
-                    and self.told[i].without == epcy_host_without(&self.h, self.h.rank)[self.remote[i]]):
-                continue
-            message = self.network.room(channel, self.num_pieces)
-            if message == NULL:
-                untold += not self.h.masked[self.remote[i]]
-                continue
-            if self.num_pieces > 1:
-                message = self.pieces
-            num_bytes = epcy_snapshot_take(&self.h, self.remote[i], self.leaving, self.asked, &self.heard[i],
-                                           &self.told[i], message)
-            if self.num_pieces > 1:
-                self.send_pieces(channel, message, num_bytes)
-            elif num_bytes:
-                self.network.send(channel, num_bytes)
-        return untold
-
-    cdef int send_pieces(self, int channel, const char *snapshot, int64_t num_bytes) except -1:
-        """Send a snapshot in messages that leave at once: there is room for all of them."""
-        cdef int64_t at = 0, some
-        while at < num_bytes:
-            some = min(self.piece_bytes, num_bytes - at)
-            memcpy(self.network.room(channel), snapshot + at, some)
-            self.network.send(channel, some)
-            at += some
-        return 0
-
-    cdef int take_piece(self, int i, const char *message) except -1:
-        """Apply the snapshot that a message is, or ends."""
-        cdef int64_t whole_bytes = epcy_snapshot_bytes(&self.h.shape), num_bytes
-        cdef char *into
-        if self.num_pieces > 1 and (self.num_come[i] or epcy_snapshot_num_bytes(message) > self.piece_bytes):
-            into = self.pieces + (1 + i) * whole_bytes
-            num_bytes = epcy_snapshot_num_bytes(into) if self.num_come[i] else epcy_snapshot_num_bytes(message)
-            memcpy(into + self.num_come[i], message, min(self.piece_bytes, num_bytes - self.num_come[i]))
-            self.num_come[i] += self.piece_bytes
-            if self.num_come[i] < num_bytes:
-                return 0
-            self.num_come[i] = 0
-            message = into
-        epcy_snapshot_apply(&self.h, self.remote[i], message, &self.heard[i])
-        return 0
-
-    cdef int flush(self, double limit) except -1:
-        """Let everybody know what this rank has stored; when it leaves, wait until they leave too.
-
-        That is no error's place: whoever cannot be told any more, or not in time, makes the next call fail.
-        """
-        cdef NodeWait wait = None
-        while True:
-            self.pump()
-            if self.is_told(self.tell_nodes()):
-                return 0
-            if wait is None:
-                wait = NodeWait(self, 0, "leave", -1, 0, limit)
-            if wait.rest() and (wait.waited() > limit or self.all_dead()):
-                return 0
-
-    cdef bint is_told(self, int untold) noexcept:
-        cdef int i
-        for i in range(self.num_remote):
-            untold += self.is_untold(i)
-        return untold == 0
-
-    cdef bint is_untold(self, int i) noexcept:
-        """Whether this rank must not leave before a rank of another node has heard of it, or left as well."""
-        if self.h.masked[self.remote[i]]:
-            return False
-        return self.leaving and (not self.heard[i].leaving
-                                 or not self.network.has_sent(<int>self.nodes.num_links + i))
-
-    cdef bint all_dead(self) except -1:
-        """Whether all who are still to be told have ended."""
-        cdef int i
-        untold = [self.remote[i] for i in range(self.num_remote)
-                  if self.is_untold(i) or self.network.room(<int>self.nodes.num_links + i, self.num_pieces) == NULL]
-        return len(self.dead(untold)) == len(untold)
+    # ---- waits ----------------------------------------------------------------------------------------------
 
     cdef int catch_up(self) except -1:
         """Ask everybody for an answer and wait for it: what they stored before they heard the question is known then.
@@ -320,8 +182,6 @@ cdef class HostNodes(HostLowLatencyBackend):
     cpdef set_mask(self, int rank, bint masked):
         HostLowLatencyBackend.set_mask(self, rank, masked)
         self.pump()
-
-    # ---- waits ----------------------------------------------------------------------------------------------
 
     cdef int wait_slice(self, int word, uint64_t value, int64_t slice_ns) except -1:
         cdef double end = time.monotonic() + slice_ns * 1e-9
