@@ -99,7 +99,7 @@ def measure(arguments: argparse.Namespace) -> int:
 
     try:
         if arguments.command == "calibrate":
-            found = calibrate.calibrate(comm, arguments.backend, arguments.seconds, progress.step)
+            found = calibrate.calibrate(comm, arguments.backend, arguments.seconds, progress.step, say)
             for subject, c in found.items():
                 rates = ", ".join(
                     f"{g:.1f} ({n / 1e6:.1f} MB)" for n, g in zip(c.sizes_bytes, c.gbps, strict=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from epcy import measured
+from epcy import links, measured
 from epcy.model import Constants, Load, load_of, predict, rate_gbps
 from epcy.timed_calls import Kind, take_device, time_calls
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     import epcy
+    from epcy.topology import Topology
 
 __all__ = ["Calibration", "calibrate", "constants_of"]
 
@@ -30,6 +31,7 @@ SIZES_BYTES = (3 << 16, 3 << 18, 3 << 20, 3 << 22, 17 << 20, 3 << 23, 17 << 21, 
 BESIDE = (0.985, 1.0)
 SMS_BYTES = 3 << 22  # at which the number of SMs is changed
 SLOT_TOKENS = (3, 12, 48, 192, 256)  # of the low-latency mode; the last is its limit
+NETWORK_SECONDS = 1.0
 MOST_OVER = 1.5  # times the seconds: no other pass begins then
 PASSES = 3  # over all points; the middle one counts: a machine has faster and slower minutes
 FP8_ROW_BYTES = HIDDEN + HIDDEN // 128 * 4
@@ -46,10 +48,13 @@ def calibrate(
     backend: str | None = None,
     seconds: float = 20.0,
     step: Callable[[str], object] = lambda text: None,
+    say: Callable[[str], object] = lambda text: None,
 ) -> dict[str, Constants]:
     """Measure, and keep what was measured in the user's cache folder (rank 0 writes).
 
-    Collective, blocking, for about `seconds`; longer where one pass takes longer, as with ranks that share a GPU.
+    Collective, blocking, for about `seconds`; longer where one pass takes longer, as with ranks that share a GPU. Where
+    there are several nodes each is measured alone, all at the same time, and then (host backend) the network between
+    them; what is kept is rank 0's node's.
 
     Parameters
     ----------
@@ -58,6 +63,8 @@ def calibrate(
     seconds : float
     step : callable
         Is told, on every rank, what is measured next.
+    say : callable
+        Is told, on every rank, what was found of the network.
 
     Returns
     -------
@@ -70,23 +77,42 @@ def calibrate(
         A file in the cache folder that is none of epcy's.
     """
     kinds = (*HIGH_THROUGHPUT, LOW_LATENCY)
-    run = Calibration(comm, backend, seconds / PASSES / sum(map(most_points, kinds)), step)
     start = time.monotonic()
+    network = None
     with contextlib.ExitStack() as stack:
-        run.backend = take_device(comm, backend, stack)
+        backend, topology = take_device(comm, backend, stack)
+        node = stack.enter_context(node_of(comm, topology))
+        run = Calibration(node, backend, seconds / PASSES / sum(map(most_points, kinds)), step)
         for _ in range(PASSES):
             for kind in kinds:
                 run.measure(kind)
             if comm.bcast(time.monotonic() - start > seconds * MOST_OVER):
                 break
+        if topology.num_nodes > 1 and backend == "host":
+            step("network")
+            network = links.measure(comm, topology, NETWORK_SECONDS)
+            say(f"network: {network.gbps:.2f} GB/s a rank, {network.latency_us:.1f} us a message")
     found = {
         subject: constants_of(points, run.usual.get(subject, 1)) for subject, points in run.points().items()
     }
     if comm.rank == 0:
         for subject, constants in found.items():
-            key = measured.key_of(str(run.backend), comm.size, run.num_nodes, subject)
+            key = measured.key_of(backend, comm.size, topology.num_nodes, subject)
             measured.put("calibration", key, asdict(constants))
+        if network is not None:
+            links.keep(backend, comm.size, topology.num_nodes, network)
     return found
+
+
+@contextlib.contextmanager
+def node_of(comm: MPI.Intracomm, topology: Topology) -> Iterator[MPI.Intracomm]:
+    """Return a communicator of this rank's node: what is measured on it is without the network. Collective."""
+    if topology.num_nodes == 1:
+        yield comm
+        return
+    node = cast("MPI.Intracomm", comm.Split(topology.node, comm.rank))
+    yield node
+    node.Free()
 
 
 def most_points(kind: Kind) -> int:
@@ -105,7 +131,7 @@ class Calibration:
     ) -> None:
         """`seconds`: of each point."""
         self.comm, self.backend, self.seconds, self.step = comm, backend, seconds, step
-        self.num_experts, self.num_nodes = EXPERTS_A_RANK * comm.size, 1
+        self.num_experts = EXPERTS_A_RANK * comm.size
         self.seen: dict[str, dict[str, tuple[Load, list[tuple[float, bool]]]]] = {}  # the times of each pass
         self.usual: dict[str, int] = {}  # SMs
 
@@ -138,7 +164,7 @@ class Calibration:
             num_max_recv_tokens=rows, dtype="bfloat16", backend=self.backend, low_latency_mode=kind.is_low_latency,
             preinitialize=True,
         )  # fmt: skip
-        self.backend, self.num_nodes = buf.backend, buf.topology.num_nodes
+        self.backend = buf.backend
         buf._use_usual_sms()
         return buf
 

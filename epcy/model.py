@@ -9,6 +9,10 @@ the logarithm of the bytes. It grows with the SMs that a call has, up to what th
 back from an array of the caller's is staged first. A GPU works while the host launches, and looks at counts: an eager
 call lasts as long as the longer of both. Routing is taken for random: a token's K experts are distinct, all equally
 likely.
+
+With several nodes the constants are of a node's own ranks, and the network's (epcy/links.py) come on top:
+
+    + messages that are waited for in turn * latency + bytes to other nodes / rate of the network
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from dataclasses import asdict, dataclass
 from math import comb, log
 from typing import Any
 
-from epcy import measured
+from epcy import links, measured
 from epcy.errors import ArgumentError
 
 __all__ = [
@@ -68,6 +72,8 @@ class Load:
     most_rows: int = (
         0  # that could be moved: what a kernel goes by that chooses its way before it has counted
     )
+    rows_inside: float = 0.0  # that it sends to other ranks of its node, passed on ones included
+    rows_between: float = 0.0  # and to other nodes
 
     @property
     def bytes_to_peer(self) -> float:
@@ -96,8 +102,14 @@ def load_of(
     row_bytes: int,
     num_cast: int = 0,
     is_staged: bool = False,
+    nodes: links.Nodes | None = None,
 ) -> Load:
-    """Count what random routing moves; `is_staged`: a combine, and its rows lie in an array of the caller's. Local."""
+    """Count what random routing moves; `is_staged`: a combine, and its rows lie in an array of the caller's. Local.
+
+    `nodes`: where the ranks are; by default all in one.
+    """
+    if nodes is None:
+        nodes = links.Nodes(1, num_ranks, "direct", "host")
     local, lanes = num_experts // num_ranks, min(num_topk, num_experts)
     missed = comb(num_experts - local, lanes) / comb(num_experts, lanes)  # no lane of a token at a rank
     to_peer = num_tokens * (1 - missed)
@@ -107,8 +119,9 @@ def load_of(
     )  # the expert layout reads them where they lie
     most = num_tokens * (min(num_topk, num_ranks) if subject in OPERATIONS[:2] else num_topk)
     return Load(
-        num_tokens, num_tokens * num_topk, to_peer, moved, row_bytes, num_ranks, num_cast, staged, most
-    )
+        num_tokens, num_tokens * num_topk, to_peer, moved, row_bytes, num_ranks, num_cast, staged, most,
+        *links.rows_by_link(subject, num_tokens, num_ranks, num_experts, num_topk, nodes),
+    )  # fmt: skip
 
 
 def rate_gbps(constants: Constants, num_bytes: float, num_sms: int | None = None) -> float:
@@ -244,7 +257,7 @@ class Explanation:
         What the bytes alone would take at the best rate: None without calibration.
     terms_us : dict of str to float
         Predicted time by term: "fixed", "lanes", "rows", "cast" for fp8 of the low-latency mode, and "stage" for a
-        combine that copies first; empty without calibration.
+        combine that copies first; between nodes "latency" and "network"; empty without calibration.
     measured_us : float or None
         Median of this Buffer's calls of the operation so far; None before the first.
     num_measured, mean_rows : int, float
@@ -257,6 +270,11 @@ class Explanation:
         "rank" or "expert"; "slots" in the low-latency mode.
     host_us : float
         What the host takes of an eager call on a GPU, which therefore lasts no less; 0 on the host backend.
+    nodes : epcy.links.Nodes or None
+        Where the ranks are, when in several nodes; then there are the terms "latency" and "network", too.
+    crossings : tuple of epcy.links.Crossing
+        What this rank sends over each kind of link, with the link's floor. The bytes between nodes are those that
+        `stats().bytes_between_nodes` counts, on average over random routing.
     """
 
     operation: str
@@ -269,6 +287,8 @@ class Explanation:
     num_sms: int | None = None
     layout: str = "rank"
     host_us: float = 0.0
+    nodes: links.Nodes | None = None
+    crossings: tuple[links.Crossing, ...] = ()
 
     @property
     def predicted_us(self) -> float | None:
@@ -293,11 +313,19 @@ class Explanation:
         load = self.load
         sms = "" if self.num_sms is None else f", num_sms {self.num_sms}"
         how = f"{self.layout} layout{sms}" if self.layout != "slots" else "low-latency slots"
+        where = ""
+        if self.nodes is not None:
+            path = "direct" if self.layout == "slots" else self.nodes.path
+            where = f" of {self.nodes.num_nodes} nodes, {path}"
         lines = [
-            f"{self.operation} of {load.num_tokens} tokens on {load.num_ranks} ranks, random routing, {how}",
+            f"{self.operation} of {load.num_tokens} tokens on {load.num_ranks} ranks{where}, random routing, {how}",
             f"  to each other rank {load.rows_to_peer:.1f} rows of {load.row_bytes} bytes: "
             f"{load.bytes_to_peer / 1e6:.3f} MB a link, {load.num_bytes / 1e6:.3f} MB moved with the rank's own",
         ]
+        for one in self.crossings if self.nodes is not None else ():
+            rate = f" at {one.gbps:.1f} GB/s ({one.source})" if one.gbps else ""
+            floor = f": floor {one.floor_us:.1f} us{rate}" if one.floor_us is not None else ""
+            lines.append(f"  {one.kind} {one.num_rows:.1f} rows, {one.num_bytes / 1e6:.3f} MB{floor}")
         if self.predicted_us is None:
             lines.append("  no prediction: run python -m epcy calibrate on as many ranks first")
         else:
@@ -320,15 +348,36 @@ def explain(
     num_sms: int | None,
     kernels: dict[str, Any],
     rows: Sequence[int],
+    nodes: links.Nodes | None = None,
+    network: links.Network | None = None,
 ) -> Explanation:
-    """Put together what a Buffer knows: `kernels` and `rows` (sent, of all calls) as its stats have them. Local."""
+    """Put together what a Buffer knows: `kernels` and `rows` (sent, of all calls) as its stats have them. Local.
+
+    `nodes` and `network`: where there are several nodes, in which case `load` was counted with them.
+    """
     op, _, by_expert = subject.partition(" ")
     layout = by_expert or ("rank" if op in OPERATIONS[:2] else "slots")
     terms = {} if constants is None else predict(constants, load, num_sms)
     floor = None if constants is None else load.num_bytes / max(constants.gbps) / 1e3
+    best = None if constants is None else max(constants.gbps)
+    inside = load.rows_inside * load.row_bytes
+    kind = "NVLink" if nodes is not None and nodes.backend != "host" else "shared memory"
+    crossings = [links.Crossing(kind, load.rows_inside, inside, floor, best, "calibrate, a node alone")]
+    if nodes is not None and network is not None:
+        between = load.rows_between * load.row_bytes
+        least = between / network.gbps / 1e3
+        crossings.append(
+            links.Crossing("network", load.rows_between, between, least, network.gbps, network.source)
+        )
+        if terms and floor is not None:
+            floor = max(floor, least)
+            terms["latency"] = network.latency_us * links.num_latencies(subject)
+            terms["network"] = links.network_term_us(nodes, network, between, terms["rows"])
     times = kernels.get(op)
     counts = [kernels[name].count for name in OPERATIONS[::2] if name in kernels]
     mean = sum(rows) / sum(counts) if sum(counts) else 0.0
     us, num = (None, 0) if times is None else (times.p50_us, times.count)
     host_us = 0.0 if constants is None else constants.host_us
-    return Explanation(op, load, floor, terms, us, num, mean, num_sms, layout, host_us)
+    return Explanation(
+        op, load, floor, terms, us, num, mean, num_sms, layout, host_us, nodes, tuple(crossings)
+    )

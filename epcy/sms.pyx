@@ -3,7 +3,7 @@
 
 from libc.stdint cimport int64_t
 
-from epcy import model
+from epcy import links, model
 from epcy.errors import ArgumentError, HeapError
 from epcy.options import resolve
 
@@ -79,7 +79,8 @@ cdef class SmsPlan(LowLatencyCalls):
         """Tell what a call moves and how long it should take, by term, and how long such calls took.
 
         Local. The prediction needs constants of this machine and topology: `mpiexec -n R python -m epcy calibrate`.
-        Routing is taken for random; what was measured is of all calls of the operation, of either layout.
+        Routing is taken for random; what was measured is of all calls of the operation, of either layout. Between nodes
+        it says what crosses each kind of link, and where the network was not measured takes it from a data sheet.
 
         Parameters
         ----------
@@ -121,8 +122,13 @@ cdef class SmsPlan(LowLatencyCalls):
             raise ArgumentError(f"layout: expected 'rank' or 'expert', got {layout!r} (rank {self.rank})")
         subject, row_bytes = model.subject_of(op, layout), int(self._hidden * widths[dtype or self.options["dtype"]])
         num_cast = num_tokens * self._hidden if dtype == "fp8" and op == "low_latency_dispatch" else 0
+        nodes = network = None
+        if self.topology.num_nodes > 1:
+            nodes = links.Nodes(self.topology.num_nodes, len(self.topology.ranks_of_node(self.topology.node)),
+                                self.options["path"], self.backend)
+            network = links.stored(self.backend, self.size, self.topology.num_nodes) or links.of_data_sheet()
         load = model.load_of(subject, num_tokens, self.size, self._num_experts, self._num_topk, row_bytes, num_cast,
-                             bool(is_staged))
+                             bool(is_staged), nodes)
         constants = model.stored(subject, self.backend, self.size, self.topology.num_nodes)
         if num_sms is None and op in model.OPERATIONS[:2]:
             num_sms = None if self._plan is None else self._plan.num_sms(subject, num_tokens)
@@ -131,7 +137,7 @@ cdef class SmsPlan(LowLatencyCalls):
         if self._backend.meter is not None:
             stats = self._backend.meter.read()
             kernels, rows = stats.kernels, stats.tokens_to_rank
-        return model.explain(subject, load, constants, num_sms, kernels, rows)
+        return model.explain(subject, load, constants, num_sms, kernels, rows, nodes, network)
 
     # ---- what the bench, calibrate and tune call ----------------------------------------------------------------
 

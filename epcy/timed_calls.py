@@ -17,6 +17,8 @@ from epcy.bench.measure import summarize
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from epcy.topology import Topology
+
 __all__ = ["Kind", "Times", "take_device", "time_calls"]
 
 ONE = 0x3F80  # in bfloat16
@@ -61,8 +63,10 @@ class Timed:
         """Results are not looked at."""
 
 
-def take_device(comm: MPI.Intracomm, backend: str | None, stack: contextlib.ExitStack) -> str:
-    """Find the backend; on nvshmem make this rank's GPU current, with a stream of ours, until `stack` closes.
+def take_device(
+    comm: MPI.Intracomm, backend: str | None, stack: contextlib.ExitStack
+) -> tuple[str, Topology]:
+    """Find backend and nodes; on nvshmem make this rank's GPU current, with a stream of ours, until `stack` closes.
 
     Collective, blocking.
     """
@@ -74,7 +78,7 @@ def take_device(comm: MPI.Intracomm, backend: str | None, stack: contextlib.Exit
         if first.xp is not np:
             stack.enter_context(first.xp.cuda.Device(first.options["device"]))
             stack.enter_context(first.xp.cuda.Stream(non_blocking=True))
-        return first.backend
+        return first.backend, first.topology
 
 
 class Inputs:

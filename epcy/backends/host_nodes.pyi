@@ -2,14 +2,11 @@ from typing import Any
 
 from typing_extensions import disjoint_base
 
-from epcy.backends.host_low_latency import HostLowLatencyBackend
-from epcy.backends.network import Network
+from epcy.backends.host_snapshots import HostSnapshots
 from epcy.topology import Topology
 
 @disjoint_base
-class HostNodes(HostLowLatencyBackend):
-    @property
-    def network(self) -> Network | None: ...
+class HostNodes(HostSnapshots):
     def __init__(
         self,
         topology: Topology,

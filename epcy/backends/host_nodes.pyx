@@ -4,48 +4,43 @@
 
 Of a rank of another node there is a copy of its control block here, which its messages keep up to date. All that looks
 at other ranks' words and records (the base classes) looks at these copies, so the protocol, its errors and reset() are
-those of one node. What remains is to send this rank's words when they change, and to let messages come while it waits.
+those of one node. How words come and go is in the base class (host_snapshots.pyx).
 """
 
 import threading
 import time
 
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free
-from posix.time cimport nanosleep, timespec
 
 from epcy.backends.host_epoch cimport HostEpoch
+from epcy.backends.host_low_latency cimport HostLowLatencyBackend
 from epcy.backends.host_waits cimport HostWaits
 from epcy.backends.network cimport MpiNetwork
+from epcy.backends.node_waits cimport NodeWait
 from epcy.backends.window cimport allocate
 from epcy.layout cimport epcy_num_scales
 
-from epcy.backends import bootstrap, verdicts
+from epcy.backends import bootstrap
 from epcy.errors import HeapError
 
 cdef int64_t SHORT_NS = 4_000, LONG_NS = 500_000        # how long a wait looks at memory alone
-cdef int MOST_AT_ONCE = 256             # messages that a turn takes
 cdef int TAG_DATA = 1, TAG_CONTROL = 2
 cdef int64_t USUAL_MESSAGE_BYTES = 1 << 18
-cdef int64_t EAGER_BYTES = 8192         # of messages that surely leave without their sender's help
 
 
-cdef class HostNodes(HostLowLatencyBackend):
+cdef class HostNodes(HostSnapshots):
     def __init__(self, topology, comm, dict shape, dict options, list identities, object token):
         """Collective, blocking, over the ranks of any number of nodes; on the hierarchical path of one size."""
         cdef int size = comm.size
         self.topology = topology
         self.groups = <int32_t *>calloc(2 * size, sizeof(int32_t))
         self.is_remote = <uint8_t *>calloc(size, 1)
-        self.remote = <int *>calloc(size, sizeof(int))
-        self.told = <epcy_told *>calloc(size, sizeof(epcy_told))
-        self.heard = <epcy_heard *>calloc(size, sizeof(epcy_heard))
         self.node_base = <char **>calloc(size, sizeof(char *))
         try:
-            if (self.groups == NULL or self.is_remote == NULL or self.remote == NULL or self.told == NULL
-                    or self.heard == NULL or self.node_base == NULL):
+            if self.groups == NULL or self.is_remote == NULL or self.node_base == NULL:
                 raise MemoryError
+            self.open_told(size)
             self.find_links(topology, options["path"])
             bootstrap.exchange(comm, None, None, options["timeout"], "Buffer()")
             self.node_comm = comm.Split(topology.node, comm.rank)
@@ -84,9 +79,6 @@ cdef class HostNodes(HostLowLatencyBackend):
                 free(self.h.base[self.remote[i]])
         free(self.groups)
         free(self.is_remote)
-        free(self.remote)
-        free(self.told)
-        free(self.heard)
         free(self.node_base)
 
     def find_links(self, topology, path):
@@ -119,8 +111,8 @@ cdef class HostNodes(HostLowLatencyBackend):
             options["node_chunk_tokens"] = max(1, min(USUAL_MESSAGE_BYTES // token_bytes, self.h.shape.num_max_tokens))
         self.nodes.chunk_tokens = options["node_chunk_tokens"]
         data = (epcy_nodes_message_bytes(&self.h, &self.nodes), options["num_node_buffers"], True)
-        control = (epcy_snapshot_bytes(&self.h.shape), 8, True)
-        self.large = epcy_snapshot_bytes(&self.h.shape) > EAGER_BYTES
+        control = self.open_pieces()
+        self.first_control = <int>self.nodes.num_links
         self.peers.extend([self.remote[i] for i in range(self.num_remote)])
         self.network = MpiNetwork(comm, [
             (peer, TAG_DATA, *data) if c < self.nodes.num_links else (peer, TAG_CONTROL, *control)
@@ -173,70 +165,7 @@ cdef class HostNodes(HostLowLatencyBackend):
             if not self.leaving:        # the others may be anywhere
                 self.network.close(False)
 
-    # ---- what ranks of other nodes know of this one, and this one of them -----------------------------------
-
-    cdef int pump(self) except -1:
-        """Let messages come and go, apply what came, tell what changed; how many came or went."""
-        cdef int i, channel, moved = 0, now = 1
-        cdef char *message
-        while now and moved < MOST_AT_ONCE:     # all that has come: the last word of a rank may be that it has left
-            now = self.network.progress()
-            moved += now
-            for i in range(self.num_remote):
-                channel = <int>self.nodes.num_links + i
-                message = self.network.arrived(channel)
-                while message != NULL:
-                    epcy_snapshot_apply(&self.h, self.remote[i], message, &self.heard[i])
-                    self.network.release(channel)
-                    message = self.network.arrived(channel)
-        self.tell_nodes()
-        return moved
-
-    cdef int tell_nodes(self) except -1:
-        """Send this rank's words to everybody who does not know them; the number of ranks that could not be told.
-
-        Without room nothing is lost: what a rank hears is always the newest. A masked rank is not waited for, and but
-        one message is under way to it, so that there is room for the news that it is masked no more.
-        """
-        cdef int i, channel, untold = 0
-        cdef int64_t num_bytes
-        cdef char *message
-        for i in range(self.num_remote):
-            channel = <int>self.nodes.num_links + i
-            if (self.h.masked[self.remote[i]] and not self.network.has_sent(channel)
-                    and self.told[i].without == epcy_host_without(&self.h, self.h.rank)[self.remote[i]]):
-                continue
-            message = self.network.room(channel)
-            if message == NULL:
-                untold += not self.h.masked[self.remote[i]]
-                continue
-            num_bytes = epcy_snapshot_take(&self.h, self.remote[i], self.leaving, self.asked, &self.heard[i],
-                                           &self.told[i], message)
-            if num_bytes:
-                self.network.send(channel, num_bytes)
-        return untold
-
-    cdef int flush(self, double limit) except -1:
-        """Let everybody know what this rank has stored; when it leaves, wait until they leave too."""
-        cdef double end = time.monotonic() + limit
-        cdef timespec nap
-        nap.tv_sec, nap.tv_nsec = 0, 20_000
-        while True:
-            self.pump()
-            if self.is_told(self.tell_nodes()) or time.monotonic() > end:
-                return 0
-            PyErr_CheckSignals()
-            with nogil:
-                nanosleep(&nap, NULL)
-
-    cdef bint is_told(self, int untold) noexcept:
-        cdef int i
-        for i in range(self.num_remote):
-            if self.h.masked[self.remote[i]]:
-                continue
-            untold += (self.leaving or self.large) and not self.network.has_sent(<int>self.nodes.num_links + i)
-            untold += self.leaving and not self.heard[i].leaving
-        return untold == 0
+    # ---- waits ----------------------------------------------------------------------------------------------
 
     cdef int catch_up(self) except -1:
         """Ask everybody for an answer and wait for it: what they stored before they heard the question is known then.
@@ -244,10 +173,8 @@ cdef class HostNodes(HostLowLatencyBackend):
         Words that a rank waits for only grow, and it sees them when they come. Which reset() others are in is another
         matter: a rank that they went on without has not listened for long.
         """
-        cdef double since = time.monotonic(), left
-        cdef timespec nap
-        cdef int i, turn = 0
-        nap.tv_sec, nap.tv_nsec = 0, 20_000
+        cdef NodeWait wait = NodeWait(self, 0, "reset", EPCY_WORD_RESET, self.num_resets | 1, self.timeout)
+        cdef int i
         self.asked += 1
         while True:
             self.pump()
@@ -255,21 +182,9 @@ cdef class HostNodes(HostLowLatencyBackend):
                        if self.heard[i].answered < self.asked and not self.h.masked[self.remote[i]]]
             if not missing:
                 return 0
-            PyErr_CheckSignals()
-            turn += 1
-            left = self.timeout - (time.monotonic() - since)
-            dead = self.dead(missing) if turn % 64 == 0 or left <= 0 else []
-            if dead:
-                self.broken = True
-                self.mourn(0, EPCY_WORD_RESET, self.h.epoch, dead)
-            if left <= 0:
-                self.broken = True      # who has answered may not have come either
-                missing = [r for r in self.missing(EPCY_WORD_RESET, self.num_resets | 1) if r != self.rank] or missing
-                raise verdicts.late("reset", self.h.epoch, self.rank, missing, "reset", self.num_resets | 1,
-                                    [epcy_host_word(&self.h, r, EPCY_WORD_RESET) for r in missing],
-                                    self.where(missing), [], time.monotonic() - since, self.timeout)
-            with nogil:
-                nanosleep(&nap, NULL)
+            if wait.rest():             # who has answered may not have come either
+                late = [r for r in self.missing(EPCY_WORD_RESET, self.num_resets | 1) if r != self.rank]
+                wait.look(missing, None, late or missing)
 
     cdef int leave(self) except -1:
         HostEpoch.leave(self)
@@ -278,8 +193,6 @@ cdef class HostNodes(HostLowLatencyBackend):
     cpdef set_mask(self, int rank, bint masked):
         HostLowLatencyBackend.set_mask(self, rank, masked)
         self.pump()
-
-    # ---- waits ----------------------------------------------------------------------------------------------
 
     cdef int wait_slice(self, int word, uint64_t value, int64_t slice_ns) except -1:
         cdef double end = time.monotonic() + slice_ns * 1e-9

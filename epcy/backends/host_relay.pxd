@@ -5,6 +5,7 @@ from libc.stdint cimport int64_t
 from epcy.backends.host cimport HostHandle
 from epcy.backends.host_kernels cimport *
 from epcy.backends.host_nodes cimport HostNodes
+from epcy.backends.node_waits cimport NodeWait
 from epcy.backends.nodes_kernels cimport *
 
 
@@ -34,9 +35,6 @@ cdef class Streams:
     cdef float **weights                # (num_in, K)
     cdef const char **messages          # with the sums that are summed next
     cdef int64_t *next
-    # When this rank began, and its turns in which nothing happened:
-    cdef double since
-    cdef int idle
 
     cdef bint are_over(self) noexcept
 
@@ -53,5 +51,4 @@ cdef class HostRelay(HostNodes):
     cdef int take_sums(self, int link, Streams s, bint weighted) except -1
     cdef int send_sums(self, int link, epcy_host_combine *c, Relayed relayed, Streams s, bint weighted) except -1
     cdef int count_bytes(self, int64_t payload, int64_t all_bytes) except -1
-    cdef int rest(self, int op, Streams s) except -1
-    cdef int look(self, int op, Streams s) except -1
+    cdef int look(self, NodeWait wait, Streams s) except -1

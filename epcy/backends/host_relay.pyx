@@ -6,25 +6,13 @@ Each is one loop without a wait in it: what has come is worked on, what has room
 Why that ends is in docs/nodes.md: what a message needs to be worked on never depends on a message behind it.
 """
 
-import time
-
-from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
-from posix.time cimport nanosleep, timespec
 
 from epcy.arrays cimport KIND_FP32
+from epcy.backends.node_waits cimport NodeWait
 
-from epcy.backends import verdicts
-from epcy.backends.host_waits import bound_exit
-from epcy.status import OPERATIONS
-
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-
-cdef int NUM_YIELDS = 64                # turns in which nothing happens until the core is left for longer
-cdef int LOOK_EVERY = 128               # and between two looks at the clock and at the others
 PHASE = "forward"                       # of errors: rows, or sums of them, that did not come from another node
 
 
@@ -56,7 +44,7 @@ cdef class Relayed:
 
 cdef class Streams:
     def __cinit__(self, int64_t num_links):
-        self.num_links, self.since = num_links, time.monotonic()
+        self.num_links = num_links
         self.out = <epcy_stream *>calloc(2 * num_links + 1, sizeof(epcy_stream))
         self.to_send = <int64_t *>calloc(6 * num_links + 1, sizeof(int64_t))
         self.weights = <float **>calloc(2 * num_links + 1, sizeof(void *))
@@ -107,6 +95,7 @@ cdef class HostRelay(HostNodes):
 
     cdef int move(self, HostHandle handle, epcy_host_dispatch *d, bint uncached) except -1:
         cdef Streams s = Streams(self.nodes.num_links)
+        cdef NodeWait wait = NodeWait(self, EPCY_OP_DISPATCH, PHASE, EPCY_WORD_DONE, self.h.epoch, self.timeout)
         cdef Relayed relayed
         cdef int64_t own = 0, moved
         cdef int link
@@ -130,10 +119,10 @@ cdef class HostRelay(HostNodes):
                 moved += self.send_rows(link, d, s, uncached)
             if own < d.num_tokens:
                 own += self.move_own(d, own)
-            elif not moved:
-                self.rest(EPCY_OP_DISPATCH, s)
-            else:
-                s.idle = 0
+            elif moved:
+                wait.idle = 0
+            elif wait.rest():
+                self.look(wait, s)
         return 0
 
     cdef int take_rows(self, int link, epcy_host_dispatch *d, Relayed relayed, Streams s, bint uncached) except -1:
@@ -189,6 +178,7 @@ cdef class HostRelay(HostNodes):
     cdef int add_up(self, HostHandle handle, epcy_host_combine *c) except -1:
         cdef Relayed relayed = handle.relayed
         cdef Streams s = Streams(self.nodes.num_links)
+        cdef NodeWait wait = NodeWait(self, EPCY_OP_COMBINE, PHASE, EPCY_WORD_DONE, self.h.epoch, self.timeout)
         cdef bint weighted = c.topk_weights != NULL, brought = c.out_weights != NULL
         cdef epcy_nodes_sum sums
         cdef int64_t before, moved, num_topk = self.h.shape.num_topk
@@ -215,9 +205,9 @@ cdef class HostRelay(HostNodes):
             for link in range(self.nodes.num_links):
                 s.num_come[link] = sums.next[link]
             if moved:
-                s.idle = 0
-            else:
-                self.rest(EPCY_OP_COMBINE, s)
+                wait.idle = 0
+            elif wait.rest():
+                self.look(wait, s)
         for link in range(self.nodes.num_links):
             if s.messages[link] != NULL:
                 self.network.release(link)
@@ -283,44 +273,15 @@ cdef class HostRelay(HostNodes):
             self.meter.m.node_bytes[1] += all_bytes - payload
         return 0
 
-    cdef int rest(self, int op, Streams s) except -1:
-        """Nothing happened in a turn: leave the core to others, and look now and then whether this will ever end."""
-        cdef timespec nap
-        PyErr_CheckSignals()
-        s.idle += 1
-        nap.tv_sec, nap.tv_nsec = 0, 50_000
-        with nogil:
-            if s.idle < NUM_YIELDS:
-                sched_yield()
-            else:
-                nanosleep(&nap, NULL)
-        if s.idle % LOOK_EVERY == 0:
-            self.look(op, s)
-        return 0
-
-    cdef int look(self, int op, Streams s) except -1:
-        """Raise if a rank has left this call, has ended, or is too late."""
+    cdef int look(self, NodeWait wait, Streams s) except -1:
+        """Raise if this will not end: a rank has left this call, has ended, or is too late."""
         cdef int64_t r, link
-        cdef uint64_t epoch = self.h.epoch
-        cdef double waited = time.monotonic() - s.since
-        others = [r for r in range(self.num_ranks) if r != self.rank]
-        gone = [r for r in others if self.has_left(r)]
-        dead = self.dead([r for r in others if epcy_host_word(&self.h, r, EPCY_WORD_DONE) < epoch])
-        if not dead and not gone and waited < self.timeout:
-            return 0
+        others = [r for r in range(self.num_ranks) if r != self.rank and not self.h.masked[r]]
         # In a combine, a link whose next sums are at hand waits for another one's, and so may one that takes none.
         late = [link for link in range(s.num_links)
                 if s.num_come[link] != s.to_come[link] and s.messages[link] == NULL]
-        if op != EPCY_OP_COMBINE or not late:
+        if wait.op != EPCY_OP_COMBINE or not late:
             late = [link for link in range(s.num_links)
                     if link in late or s.num_sent[link] != s.to_send[link]]
-        self.in_call = False
-        self.break_off(epoch)
-        if dead:
-            bound_exit()
-            raise verdicts.ended(OPERATIONS[op], epoch, self.rank, dead, self.identities[dead[0]].pid, PHASE,
-                                 self.node_of(dead[0]))
-        late = [self.peers[link] for link in late if self.peers[link] in gone] or [self.peers[link] for link in late]
-        raise verdicts.late(OPERATIONS[op], epoch, self.rank, late or gone, PHASE, epoch,
-                            [epcy_host_word(&self.h, r, EPCY_WORD_DONE) for r in late or gone],
-                            self.where(late or gone), gone, waited, self.timeout)
+        return wait.look([r for r in others if epcy_host_word(&self.h, r, EPCY_WORD_DONE) < self.h.epoch],
+                         [r for r in others if self.has_left(r)], [self.peers[link] for link in late])

@@ -14,4 +14,3 @@ cdef class HostRelayLowLatency(HostRelay):
     cdef epcy_route *reached            # (M', K)
 
     cdef int take_slots(self) except -1
-    cdef int give_up_slots(self, int op, uint64_t epoch, list missing, double since) except -1

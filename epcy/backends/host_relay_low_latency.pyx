@@ -7,18 +7,13 @@ in one node. Sending waits for nobody: a slot is used again only when everybody 
 buffers of the call before the last are free.
 """
 
-import time
-
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free, malloc
-from posix.time cimport nanosleep, timespec
 
 from epcy.backends.host_nodes cimport HostNodes
+from epcy.backends.node_waits cimport NodeWait
 
-from epcy.backends import verdicts
 from epcy.backends.host_relay import PHASE
-from epcy.status import OPERATIONS
 
 cdef int TAG_LOW_LATENCY = 3
 cdef int *OPS = [EPCY_OP_LOW_LATENCY_DISPATCH, EPCY_OP_LOW_LATENCY_COMBINE]
@@ -67,7 +62,7 @@ cdef class HostRelayLowLatency(HostRelay):
         return 0
 
     cdef int post(self, int kind, int slot, uint64_t epoch, const int64_t *counts) except -1:
-        cdef double since = time.monotonic()
+        cdef NodeWait wait = None
         cdef int64_t num_bytes, payload = 0
         cdef int i, channel
         cdef char *room
@@ -75,11 +70,12 @@ cdef class HostRelayLowLatency(HostRelay):
             channel = self.first_channel + 2 * i + kind
             room = self.network.room(channel)
             while room == NULL and not self.h.masked[self.remote[i]]:   # it has come, and this rank has not looked
+                if wait is None:
+                    wait = NodeWait(self, OPS[kind], PHASE, -1, epoch, self.timeout)
+                elif wait.rest():
+                    wait.look([self.remote[i]])
                 self.pump()
-                PyErr_CheckSignals()
                 room = self.network.room(channel)
-                if room == NULL and time.monotonic() - since > self.timeout:
-                    self.give_up_slots(OPS[kind], epoch, [self.remote[i]], since)
             if self.h.masked[self.remote[i]]:
                 continue
             with nogil:
@@ -92,35 +88,18 @@ cdef class HostRelayLowLatency(HostRelay):
         return 0
 
     cdef int await_slots(self, int kind, uint64_t epoch) except -1:
-        cdef double since = time.monotonic(), left
-        cdef int turn = 0, i
-        cdef timespec nap
-        nap.tv_sec, nap.tv_nsec = 0, 20_000
+        cdef NodeWait wait = None
+        cdef int i
         while True:
             self.pump()
             missing = [r for r in [self.remote[i] for i in range(self.num_remote)]
                        if not self.h.masked[r] and not self.op_of(r, epoch) and not self.is_masked_by(r, epoch)]
             if not missing:
                 return 0
-            PyErr_CheckSignals()
-            turn += 1
-            left = self.timeout - (time.monotonic() - since)
-            if turn % 64 == 0 or left <= 0:
-                dead = self.dead(missing)
-                if dead or left <= 0 or any([self.has_left(r) for r in missing]):
-                    if not self.goes_on(OPS[kind], missing, dead, left):
-                        self.give_up_slots(OPS[kind], epoch, missing, since)
-            with nogil:
-                nanosleep(&nap, NULL)
-
-    cdef int give_up_slots(self, int op, uint64_t epoch, list missing, double since) except -1:
-        """Raise: what these ranks sent did not come in time, or does not leave."""
-        dead, gone = self.dead(missing), [r for r in missing if self.has_left(r)]
-        self.break_off(epoch)
-        if dead:
-            self.mourn(op, EPCY_WORD_ARRIVED, epoch, dead)
-        raise verdicts.late(OPERATIONS[op], epoch, self.rank, missing, PHASE, epoch, [0] * len(missing),
-                            self.where(missing), gone, time.monotonic() - since, self.timeout)
+            if wait is None:
+                wait = NodeWait(self, OPS[kind], PHASE, -1, epoch, self.timeout)
+            if wait.rest():
+                wait.look(missing)
 
     cdef const epcy_route *reachable(self, const epcy_route *routes, int64_t num_tokens, uint64_t epoch) except NULL:
         epcy_nodes_low_latency_routes(&self.h, epoch, routes, num_tokens, self.reached)

@@ -14,9 +14,10 @@ cdef class Network:
     cdef readonly str name
 
     cdef int progress(self) except -1
+    cdef int give_up(self, dead) except -1
     cdef char *arrived(self, int channel) except? NULL
     cdef int release(self, int channel) except -1
-    cdef char *room(self, int channel) except? NULL
+    cdef char *room(self, int channel, int num=*) except? NULL
     cdef int send(self, int channel, int64_t num_bytes) except -1
     cdef bint has_sent(self, int channel) noexcept
 
@@ -28,6 +29,7 @@ cdef class MpiNetwork(Network):
     cdef list requests                  # by channel: its receives, then its sends
     cdef list buffers                   # likewise: memoryviews
     cdef list receives                  # (peer, tag) by channel
+    cdef set lost                       # peers that have ended, and broke off a message
     cdef int *owner                     # of each request: its channel
     cdef int *first                     # of each channel: its first request; one more at the end
     cdef int *num_buffers               # by channel

@@ -23,6 +23,10 @@ cdef class Network:
         """Let messages come and go; how many did."""
         raise NotImplementedError
 
+    cdef int give_up(self, dead) except -1:
+        """After `progress` has raised: nothing comes from these ranks any more; how many messages of others moved."""
+        raise NotImplementedError
+
     cdef char *arrived(self, int channel) except? NULL:
         """The oldest message that is here, or NULL."""
         raise NotImplementedError
@@ -31,8 +35,8 @@ cdef class Network:
         """Give back the buffer of the oldest message."""
         raise NotImplementedError
 
-    cdef char *room(self, int channel) except? NULL:
-        """A free buffer, or NULL."""
+    cdef char *room(self, int channel, int num=1) except? NULL:
+        """A free buffer, or NULL; `num`: unless so many are free."""
         raise NotImplementedError
 
     cdef int send(self, int channel, int64_t num_bytes) except -1:
@@ -68,7 +72,7 @@ cdef class MpiNetwork(Network):
         cdef int64_t num_bytes
         # An import is Python, where a signal's handler may raise: between a word that counts as told and its message.
         self.comm, self.test, self.byte, self.failure = comm, MPI.Request.Testsome, MPI.BYTE, MPI.Exception
-        self.requests, self.buffers, self.receives = [], [], []
+        self.requests, self.buffers, self.receives, self.lost = [], [], [], set()
         self.owner = <int *>calloc(max(1, total), sizeof(int))
         self.first = <int *>calloc(5 * (len(channels) + 1), sizeof(int))
         self.address = <char **>calloc(max(1, total), sizeof(char *))
@@ -120,6 +124,23 @@ cdef class MpiNetwork(Network):
             self.pending[i] = False
         return len(done)
 
+    cdef int give_up(self, dead) except -1:
+        # MPI tells that one of the requests failed, and not which ones ended well: those of the living did.
+        from mpi4py import MPI
+
+        cdef int i, moved = 0
+        self.lost.update(dead)
+        for i, request in enumerate(self.requests):
+            if not self.pending[i]:
+                continue
+            if i >= self.first[self.owner[i]] + self.num_buffers[self.owner[i]]:
+                over = request == MPI.REQUEST_NULL
+            else:
+                over = self.receives[self.owner[i]][0] not in self.lost and request.Test()
+            self.pending[i] = not over
+            moved += over
+        return moved
+
     cdef char *arrived(self, int channel) except? NULL:
         cdef int at = self.first[channel] + self.oldest[channel]
         return NULL if self.pending[at] else self.address[at]
@@ -131,9 +152,12 @@ cdef class MpiNetwork(Network):
         self.requests[at].Start()
         return 0
 
-    cdef char *room(self, int channel) except? NULL:
-        cdef int at = self.first[channel] + self.num_buffers[channel] + self.newest[channel]
-        return NULL if self.pending[at] else self.address[at]
+    cdef char *room(self, int channel, int num=1) except? NULL:
+        cdef int i, at = self.first[channel] + self.num_buffers[channel]
+        for i in range(num):
+            if self.pending[at + (self.newest[channel] + i) % self.num_buffers[channel]]:
+                return NULL
+        return self.address[at + self.newest[channel]]
 
     cdef int send(self, int channel, int64_t num_bytes) except -1:
         cdef int at = self.first[channel] + self.num_buffers[channel] + self.newest[channel]
@@ -163,7 +187,8 @@ cdef class MpiNetwork(Network):
         cdef bint all_ended = True
         for i, request in enumerate(self.requests):
             # A message that nobody takes any more is left alone: to cancel a send is no longer in MPI's standard.
-            if i >= self.first[self.owner[i]] + self.num_buffers[self.owner[i]]:
+            if (i >= self.first[self.owner[i]] + self.num_buffers[self.owner[i]]
+                    or self.receives[self.owner[i]][0] in self.lost):
                 continue
             if self.pending[i]:
                 request.Cancel()

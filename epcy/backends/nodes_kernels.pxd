@@ -64,4 +64,5 @@ cdef extern from "epcy/nodes.h" nogil:
     int64_t epcy_snapshot_bytes(const epcy_shape *shape)
     int64_t epcy_snapshot_take(const epcy_host *h, int64_t rank, uint32_t leaving, uint32_t asked,
                                const epcy_heard *heard, epcy_told *told, char *to)
+    int64_t epcy_snapshot_num_bytes(const char *snapshot)
     void epcy_snapshot_apply(epcy_host *h, int64_t rank, const char *snapshot, epcy_heard *heard)

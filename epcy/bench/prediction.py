@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,8 @@ import epcy
 from epcy import model
 from epcy.bench.arguments import Arguments
 from epcy.bench.table import Row
-from epcy.calibrate import HIDDEN, HIGH_THROUGHPUT, SIZES_BYTES, Calibration
+from epcy.calibrate import HIDDEN, HIGH_THROUGHPUT, SIZES_BYTES, Calibration, node_of
+from epcy.timed_calls import take_device
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -34,7 +36,7 @@ def refuse_what_has_none(given: Arguments) -> None:
 
 def refuse_without_constants(backend: str, num_ranks: int) -> None:
     """Raise NotSupportedError where calibrate has not run. Local."""
-    if not model.all_stored(backend, num_ranks, 1):
+    if not any(model.all_stored(backend, num_ranks, nodes) for nodes in range(1, num_ranks + 1)):
         raise epcy.NotSupportedError(
             f"--predict: nothing is known of {num_ranks} ranks of this machine on {backend}; run mpiexec -n "
             f"{num_ranks} python -m mpi4py -m epcy calibrate --backend {backend} first"
@@ -52,14 +54,17 @@ class Drift:
         """Time a dispatch and a combine; how many times as long as then. Collective, blocking."""
         if not self.is_wanted:
             return
-        run = Calibration(self.comm, self.backend, CHECK_SECONDS, lambda text: None)
-        num_tokens = run.tokens_of("dispatch", CHECKED_BYTES)
-        with run.buffer(HIGH_THROUGHPUT[0], HIDDEN, num_tokens) as buf:
-            run.take(buf, HIGH_THROUGHPUT[0], "now", num_tokens)
+        with contextlib.ExitStack() as stack:
+            _, topology = take_device(self.comm, self.backend, stack)
+            node = stack.enter_context(node_of(self.comm, topology))
+            run = Calibration(node, self.backend, CHECK_SECONDS, lambda text: None)
+            num_tokens = run.tokens_of("dispatch", CHECKED_BYTES)
+            with run.buffer(HIGH_THROUGHPUT[0], HIDDEN, num_tokens) as buf:
+                run.take(buf, HIGH_THROUGHPUT[0], "now", num_tokens)
         found = {}
         for subject, points in run.points().items():
             load, us = points["now"]
-            then = model.stored(subject, self.backend, self.comm.size, 1)
+            then = model.stored(subject, self.backend, self.comm.size, topology.num_nodes)
             if then is not None:
                 found[f"{subject} of {num_tokens} tokens"] = us / sum(model.predict(then, load).values())
         self.looks.append(found)
@@ -88,6 +93,11 @@ def predict(buf: epcy.Buffer, given: Arguments, case: str, num_tokens: int, us: 
             op, num_tokens, dtype=dtype, layout=given.layout, num_sms=given.num_sms, is_staged=is_staged
         )
         parts = dict(told.terms_us)
+        if not parts:
+            raise epcy.NotSupportedError(
+                f"--predict: nothing is known of {buf.size} ranks in {buf.topology.num_nodes} nodes on {buf.backend} "
+                f"(rank {buf.rank}); run python -m mpi4py -m epcy calibrate on them first"
+            )
         if not given.graph:
             more = max(0.0, told.host_us - sum(parts.values()))
             parts |= {"host": more} if more else {}

@@ -111,6 +111,8 @@ int64_t epcy_snapshot_bytes(const epcy_shape *shape);
 /* Write what changed since `told` was told to `rank`; its bytes, 0: nothing. `leaving` and `asked` are this rank's. */
 int64_t epcy_snapshot_take(const epcy_host *h, int64_t rank, uint32_t leaving, uint32_t asked, const epcy_heard *heard,
                            epcy_told *told, char *to);
+/* Bytes of a snapshot of which the first piece is here. */
+int64_t epcy_snapshot_num_bytes(const char *snapshot);
 /* Make a snapshot the state of `rank` here. */
 void epcy_snapshot_apply(epcy_host *h, int64_t rank, const char *snapshot, epcy_heard *heard);
 

@@ -13,7 +13,7 @@ typedef struct snapshot {
   uint64_t without;   /* whether, and until which call, the sender goes on without the receiver */
   epcy_status status; /* since_ns: for how long, since clocks differ between machines */
   epcy_heard said;
-  int32_t num_records;
+  int32_t num_records, num_bytes; /* the latter of all of it */
 } snapshot;
 
 static int64_t header_bytes(void) { return epcy_round_up((int64_t)sizeof(snapshot), EPCY_LINE_BYTES); }
@@ -45,8 +45,11 @@ int64_t epcy_snapshot_take(const epcy_host *h, int64_t rank, uint32_t leaving, u
     now.record = epoch;
   }
   *told = now;
+  s->num_bytes = (int32_t)(at - to);
   return at - to;
 }
+
+int64_t epcy_snapshot_num_bytes(const char *snapshot_) { return ((const snapshot *)snapshot_)->num_bytes; }
 
 void epcy_snapshot_apply(epcy_host *h, int64_t rank, const char *from, epcy_heard *heard) {
   const snapshot *s = (const snapshot *)from;

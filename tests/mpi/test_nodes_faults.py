@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import epcy
-from mpi.cases import BFLOAT16, check_dispatch, draw, raised, to_expert_0, works
+from mpi.cases import BFLOAT16, check_dispatch, draw, raised, to_device, to_expert_0, works
 from parallel import ROOT, launch
 
-pytestmark = pytest.mark.host_only("of nvshmem: tests/emulator/test_nodes.py")
+INSIDE = pytest.mark.host_only("no fault strikes inside a kernel")
 
 
 @pytest.fixture(params=["hierarchical", "direct"])
@@ -55,7 +55,7 @@ def test_a_rank_that_refuses(comm, nodes_of, culprit):
     buf = nodes_of(timeout=20)
     who = 0 if culprit == "first" else comm.size - 1
     for wrong, kind in ((lambda x, i: (x, i + 4 * comm.size), epcy.ArgumentError),
-                        (lambda x, i: (np.ones((17, 512), BFLOAT16), np.zeros((17, 2), np.int64)), epcy.CapacityError),
+                        (lambda x, i: to_expert_0(buf, 17), epcy.CapacityError),
                         (lambda x, i: (x[:, :8], i), epcy.ArgumentError)):  # fmt: skip
         given = to_expert_0(buf, 4)
         given = wrong(*given) if comm.rank == who else given
@@ -81,15 +81,86 @@ def test_ranks_in_different_calls(comm, nodes_of):
     last = comm.rank == comm.size - 1
     for call in (lambda: buf.combine(r.recv_x, r.handle) if last else buf.dispatch(x, idx),
                  lambda: buf.barrier() if last else buf.dispatch(x, idx),
-                 lambda: buf.dispatch(x.astype(np.float16) if last else x, idx),
+                 lambda: buf.dispatch(to_device(buf, np.ones((2, 512), np.float16)) if last else x, idx),
                  lambda: buf.dispatch(x, idx, layout="expert" if last else "rank")):  # fmt: skip
         error = raised(call)
         assert type(error) is epcy.MismatchError, repr(error)
         works(buf)
 
 
+HIGH_THROUGHPUT = ("dispatch", "cached dispatch", "combine", "barrier")
+LOW_LATENCY = ("low-latency dispatch", "low-latency combine")
+
+
+def calls_of(buf):
+    """One of each, both modes, of equal shapes on all ranks. Collective."""
+    last = 4 * buf.size - 1
+    x, idx, weights, slots = to_device(buf, (
+        np.ones((2, 512), np.float16), np.array([[0, last]] * 2), np.ones((2, 2), np.float32),
+        np.ones((4, 16 * buf.size, 512), np.float16),
+    ))  # fmt: skip
+    first = buf.dispatch(x, idx)
+    older, handle = (buf.low_latency_dispatch(x, idx, weights, use_fp8=False)[2] for _ in range(2))
+    y = to_device(buf, np.ones(first.recv_x.shape, np.float16))
+
+    def there(**options):
+        return buf.low_latency_dispatch(x, idx, weights, **{"use_fp8": False, **options})
+
+    def back(handle=handle, **options):
+        return buf.low_latency_combine(slots, idx, weights, handle, **options)
+
+    return {
+        "dispatch": lambda: buf.dispatch(x, idx),
+        "cached dispatch": lambda: buf.dispatch(x, handle=first.handle),
+        "combine": lambda: buf.combine(y, first.handle),
+        "barrier": buf.barrier,
+        "low-latency dispatch": there,
+        "low-latency combine": back,
+        # The same operation in another way:
+        "weights": lambda: buf.dispatch(x, idx, weights),
+        "layout": lambda: buf.dispatch(x, idx, layout="expert"),
+        "expert_alignment": lambda: buf.dispatch(x, idx, layout="expert", expert_alignment=4),
+        "dtype": lambda: buf.dispatch(to_device(buf, np.ones((2, 512), BFLOAT16)), idx),
+        "use_fp8": lambda: there(use_fp8=True),
+        "hook": lambda: there(return_recv_hook=True)[4](),
+        "reduction": lambda: back(reduction="source"),
+        "use_logfmt": lambda: back(use_logfmt=True),
+        "another handle": lambda: back(older),
+    }
+
+
+DIFFERENT = [
+    (one, two) for one in HIGH_THROUGHPUT + LOW_LATENCY for two in HIGH_THROUGHPUT + LOW_LATENCY if one < two
+]
+DIFFERENT += [("dispatch", one) for one in ("weights", "layout", "dtype", "use_fp8", "hook", "reduction")]
+DIFFERENT += [("layout", "expert_alignment"), ("low-latency dispatch", "use_fp8"), ("combine", "hook")]
+DIFFERENT += [("low-latency combine", one) for one in ("hook", "reduction", "use_logfmt", "another handle")]
+
+
+@pytest.mark.host_only("of nvshmem with puts, modes that meet end in a timeout")
+def test_a_rank_of_another_node_in_another_call(comm, nodes_of):
+    """Every pair of operations, of both modes, and every option that is compared: a MismatchError on all ranks."""
+    buf = nodes_of(timeout=20, low_latency_mode=True)
+    calls = calls_of(buf)
+    last = comm.rank == comm.size - 1
+    for pair in DIFFERENT:
+        for one, two in (pair, pair[::-1]):
+            start = time.monotonic()
+            error = raised(calls[one if last else two]) or raised(buf.check)
+            assert type(error) is epcy.MismatchError, (one, two, repr(error))
+            assert "the ranks disagree in call" in str(error) and f"rank {comm.size - 1}: " in str(error), (
+                error
+            )
+            assert time.monotonic() - start < 10
+            for name in ("dispatch", "low-latency dispatch"):  # no reset() is needed
+                calls[name]()
+    works(buf)
+
+
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
-@pytest.mark.parametrize("phase", ["arrival", "data", "completion"])
+@pytest.mark.parametrize(
+    "phase", ["arrival", pytest.param("data", marks=INSIDE), pytest.param("completion", marks=INSIDE)]
+)
 def test_a_late_rank(comm, nodes_of, operation, phase):
     last, call = comm.size - 1, 2 if operation == "dispatch" else 1
     buf = nodes_of(
@@ -98,9 +169,9 @@ def test_a_late_rank(comm, nodes_of, operation, phase):
     sent = draw(2, comm.size, 9, num_experts=4 * comm.size, unused=0)
     r, _ = check_dispatch(buf, sent)
     comm.Barrier()
-    x = sent.xs[comm.rank]
+    x, idx = to_device(buf, (sent.xs[comm.rank], sent.idxs[comm.rank]))
     if operation == "dispatch":
-        error = raised(lambda: buf.dispatch(x, sent.idxs[comm.rank], timeout=0.3))
+        error = raised(lambda: buf.dispatch(x, idx, timeout=0.3))
     else:
         error = raised(lambda: buf.combine(r.recv_x, r.handle, timeout=0.3))
     nodes = buf.topology.node_of_rank
@@ -119,6 +190,7 @@ def test_a_late_rank(comm, nodes_of, operation, phase):
     works(buf)
 
 
+@INSIDE
 def test_a_rank_whose_sums_have_come_is_not_to_blame(comm, make_buffer):
     """They lie here, and wait for those of the last rank, which come before them."""
     if comm.size < 3:
@@ -143,6 +215,7 @@ def test_a_rank_whose_sums_have_come_is_not_to_blame(comm, make_buffer):
     works(buf)
 
 
+@pytest.mark.host_only("a GPU tells of it later")
 def test_a_rank_that_comes_at_the_last_moment(comm, make_buffer):
     """The limit is over, and when it is looked up who did not come, all have: no error, or one that names somebody."""
     if comm.size == 1:
@@ -182,6 +255,7 @@ def test_delays_everywhere(comm, nodes_of):
         buf.reset()
 
 
+@INSIDE
 def test_an_interrupt_in_mid_call(comm, nodes_of):
     last = comm.size - 1
     fault = f"late:rank={last},operation=dispatch,phase=data,call=2,ms=600"
@@ -220,21 +294,59 @@ def one_rank(comm):
         pytest.skip("a job of its own: run with one rank")
 
 
-@pytest.mark.parametrize("path", ["hierarchical", "direct"])
-@pytest.mark.parametrize("operation", ["dispatch", "combine"])
-def test_a_rank_lost_in_mid_call(one_rank, operation, path):
-    done = job("lost", 4, operation, path, options=("-disable-auto-cleanup",))
+# Where the last rank is killed, and the phase that ranks of another node are in then.
+LOST = [
+    ("dispatch", "arrival", "arrival"),
+    ("dispatch", "data", "forward"),
+    ("dispatch", "completion", "completion"),
+    ("combine", "arrival", "arrival"),
+    ("combine", "data", "forward"),
+    ("combine", "completion", "completion"),
+    ("low_latency_dispatch", "arrival", "arrival"),
+    ("low_latency_dispatch", "data", "arrival"),
+    ("low_latency_dispatch", "outside", "forward"),
+    ("low_latency_combine", "data", "arrival"),
+    ("low_latency_combine", "outside", "forward"),
+    ("barrier", "arrival", "arrival"),
+    ("reset", "outside", "reset"),
+    ("reset", "arrival", "reset"),
+    ("reset", "data", "reset"),
+    ("free", "arrival", "arrival"),
+    ("free", "completion", None),
+]
+
+
+@pytest.mark.parametrize(
+    "operation, phase, seen, path",
+    [(*lost, "direct") for lost in LOST] + [(*lost, "hierarchical") for lost in LOST if lost[2] == "forward"],
+)
+@pytest.mark.host_only("jobs of its own")
+def test_a_lost_rank(one_rank, operation, phase, seen, path):
+    """Whatever a rank of another node waits for, it names the lost one, its node and the phase, and can leave."""
+    done = job("lost", 4, operation, phase, path, options=("-disable-auto-cleanup",))
     told = done.stdout + done.stderr
     for rank in range(3):
         line = next((one for one in done.stdout.splitlines() if one.startswith(f"rank {rank}: ")), told)
-        assert re.search(r"PeerTimeoutError ranks=\(3,\) phase=(forward|completion) ", line), told
-        assert (
-            re.search(r"rank 3 \(pid \d+, node 1\)", line) and float(re.search(r" ([\d.]+) s: ", line)[1]) < 3
-        ), line
-        assert f"rank {rank} left" in told
-    assert "phase=forward" in told, told
+        assert f"rank {rank} left" in told and float(re.search(r" ([\d.]+) s: ", line)[1]) < 2, told
+        if seen is None:
+            assert "NoneType" in line, told
+        elif rank < 2:
+            phases = (seen, "completion") if seen == "forward" else (seen,)
+            assert any(f"PeerTimeoutError ranks=(3,) phase={one} " in line for one in phases), told
+            assert re.search(r"rank 3 \(pid \d+, node 1\)", line), told
+    assert seen is None or f"phase={seen} " in told, told
 
 
+@pytest.mark.host_only("jobs of its own")
+def test_low_latency_goes_on_without_a_lost_rank(one_rank):
+    """Also where MPI says that a message broke off: whose it was is known by who has ended."""
+    done = job("masked", 4, options=("-disable-auto-cleanup",))
+    for rank in range(3):
+        told = re.search(rf"rank {rank}: masked \(3,\) missing \(3,\) ([\d.]+) s", done.stdout)
+        assert told and float(told[1]) < 3, done.stdout + done.stderr
+
+
+@pytest.mark.host_only("jobs of its own")
 @pytest.mark.parametrize("path", ["hierarchical", "direct"])
 @pytest.mark.parametrize("num_ranks", [4, 6])
 def test_nodes_whose_ranks_are_not_in_a_row(one_rank, num_ranks, path):
