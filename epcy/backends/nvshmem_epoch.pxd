@@ -16,7 +16,6 @@ cdef enum:
 
 cdef class NvshmemEpoch(NvshmemWaits):
     cdef uint32_t num_tickets, num_resets
-    cdef bint reset_is_open             # one has begun and did not end
 
     cdef uintptr_t begin(self, Call call, bint *capturing) except? 0
     cdef CudaEvent end(self, Call call, uintptr_t stream, bint capturing, list keeps)

@@ -14,6 +14,7 @@ cdef class NvshmemWaits(NvshmemHeap):
     cdef CudaEvent last                 # the end of the last eager call
     cdef uintptr_t last_stream
     cdef uint32_t num_calls
+    cdef bint reset_is_open             # one has begun and did not end
     cdef object last_error              # what was told last of calls that nobody waited for
 
     cdef int wait_report(self, uint32_t ticket, int first_rank, int num_ranks, int64_t num_experts, str op) except -1

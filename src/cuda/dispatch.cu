@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Counts counts;
   __shared__ Share share;
   __shared__ int verdict, warp_total[kWarps];
-  __shared__ int32_t tokens[32];
+  __shared__ int32_t tokens[kRowWarps][64];
   __shared__ unsigned long long first_bad;
   int *hist = (int *)(dynamic + shape.bytes());
   const Step s(a.peers);
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (blockIdx.x == 0) s.announce(a.header, a.limit, 0, EPCY_GRID(gridDim.x, a.num_peer_blocks, a.num_own_blocks));
   if (threadIdx.x == 0) verdict = EPCY_VERDICT_OK, first_bad = ~0ull;
   if (warp == kWarps - 1 && a.cached) share_evenly(s, a, role, &share);
-  RowMover mover(dynamic, shape, tokens);
+  RowMover mover(dynamic, shape, tokens[0]);
   __syncthreads();
 
   if (!a.cached) {
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Rows are on their way into the ring while counts and headers are.
   const RowPath rows = {share.total, a.row_bytes, a.x, a.x_stride_bytes};
   auto token_of = [](int i) { return share.token(i); };
-  if (warp < kRowWarps) mover.prime(rows, token_of);
+  if (mover.moves()) mover.prime(rows, token_of);
   s.gather(a.header, &verdict);
   const bool agreed = verdict != EPCY_VERDICT_BROKEN;
   if (!a.cached && verdict == EPCY_VERDICT_OK) gather_counts(s, role.d, &verdict, &counts);
@@ -180,12 +180,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const bool moves = verdict == EPCY_VERDICT_OK;
   char *area = a.peers.base[role.d] + a.peers.heap.receive[EPCY_HEADER_AREA(theirs)];
-  if (warp < kRowWarps) {
+  if (mover.moves()) {
     const int64_t room = (int64_t)limit - share.base;
     const int num_fitting = room < 0 ? 0 : room < share.total ? (int)room : share.total;
     if (moves) mover.run(rows, token_of, area + a.peers.area.payload + share.base * a.row_bytes, num_fitting);
     else mover.give_up();
-  } else {
+  } else if (warp >= kRowWarps) {
     const int me = threadIdx.x - 32 * kRowWarps;
     if (role.j == 0 && me == 0) tell_host(s, a, role, counts, limit, verdict);
     if (moves && me == 0) count_sent(s, a, role, share);

@@ -252,7 +252,8 @@ def left_behind(folder):
     return sorted(os.listdir(folder)) if folder.exists() else [], windows
 
 
-POINTS = [("arrival", 2), ("data", 5), ("completion", 2)]  # and how many there are at least
+# And how many there are at least, by backend.
+POINTS = [("arrival", {}), ("data", {"host": 5, "nvshmem": 4}), ("completion", {})]
 
 
 @pytest.mark.parametrize("kind", ["alloc", "os"])
@@ -289,7 +290,7 @@ def test_one_rank_fails_at_each_point(comm, backend, tmp_path, kind, nodes, who)
                 assert "EPCY_FAULTS" in str(error) or "num_node_buffers" in str(error), error
             else:
                 buf.free()
-                assert call > least, f"only {call - 1} points in phase {phase}"
+                assert call > least.get(backend, 2), f"only {call - 1} points in phase {phase}"
                 break
         else:
             pytest.fail(f"never through: {told}")

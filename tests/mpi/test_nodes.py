@@ -161,7 +161,7 @@ def test_many_calls(comm, nodes_of):
     sent = draw(1, comm.size, 16, num_experts=4 * comm.size)
     r, routing = check_dispatch(buf, sent)
     for turn in range(100):
-        r = buf.dispatch(sent.xs[comm.rank], handle=r.handle)
+        r = buf.dispatch(to_device(buf, sent.xs[comm.rank]), handle=r.handle)
         if turn % 10 == 0:
             check_combine(buf, r.handle, routing, turn)
     works(buf)
