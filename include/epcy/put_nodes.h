@@ -14,11 +14,11 @@
 
 #define EPCY_NODES_RECORD_BYTES 2048 /* before ids and weights */
 #define EPCY_NODES_PARTS 64          /* blocks that write a record */
-#define EPCY_NODES_USUAL_BLOCKS 128 /* of kernels whose blocks do not wait for each other */
+#define EPCY_NODES_USUAL_BLOCKS 128  /* of kernels whose blocks do not wait for each other */
 /* Of those that move rows, two on each multiprocessor; a third of them sends to one group. A block puts 3 to 5 GB/s. */
 #define EPCY_NODES_MOVING_BLOCKS 252
 #define EPCY_NODES_MAX_CHANNELS 84
-#define EPCY_NODES_IDS 1u           /* what a record has behind it */
+#define EPCY_NODES_IDS 1u /* what a record has behind it */
 #define EPCY_NODES_WEIGHTS 2u
 
 /* A step of a sum at the source: a group's number, or this. */
