@@ -320,7 +320,7 @@ EPCY_DEVICE bool Patience::over(const LowLatency &s, bool waits, int phase, int 
   if (MayBeLeft && __any_sync(~0u, waits && s.is_left_by(peer))) return true;
   // What a rank sent before it left comes within a tick; more will not come.
   const bool left = waits && now - since > 1 && load_local(left_word(s.c, s.c.peers.rank, peer)) != 0;
-  const bool late = now - since > (uint32_t)(s.c.peers.timeout_ns >> 20);
+  const bool late = now - since > (uint32_t)((s.c.peers.timeout_ns + 0xFFFFF) >> 20); // never before its time
   if (!late && !__any_sync(~0u, left) && !s.is_broken()) return false;
   if (left || (waits && late)) expire(s.c, s.epoch, phase, peer, seen); // of the others nothing is known
   return true;
