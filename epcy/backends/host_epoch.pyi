@@ -1,5 +1,8 @@
+from typing_extensions import disjoint_base
+
 from epcy.backends.host_waits import HostWaits
 
+@disjoint_base
 class HostEpoch(HostWaits):
     def refuse(self, op: int, text: str) -> None: ...
     def barrier(self, op: int = ...) -> None: ...
