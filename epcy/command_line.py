@@ -88,7 +88,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def report(program: str, error: BaseException, comm: MPI.Intracomm | None = None) -> int:
-    """Write an error on stderr, in one line, and return the exit status: 2 for wrong arguments, 1 for what failed.
+    """Write an error on stderr, in one line, and return the exit status: 2 for arguments (wrong,
+    or more than there is room for), 1 for what failed.
 
     Collective over `comm`, blocking for at most two seconds: what all ranks ran into is told once, by rank 0; what some
     ran into, by each of these with its rank. Whoever only heard of it is silent where the others are heard.

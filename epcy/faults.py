@@ -162,7 +162,8 @@ class Faults:
         MemoryError, OSError
         """
         fails, is_refused = (
-            sum(one.strikes(operation, phase) for one in self._others[kind]) > 0 for kind in ("alloc", "os")
+            sum(one.strikes(operation, phase) for one in self._others[kind] if one.operation == operation) > 0
+            for kind in ("alloc", "os")  # of operations that are named: without one, a call's memory is meant
         )
         if fails:
             raise MemoryError("says EPCY_FAULTS (alloc)")

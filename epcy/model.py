@@ -361,9 +361,10 @@ def explain(
     floor = None if constants is None else load.num_bytes / max(constants.gbps) / 1e3
     best = None if constants is None else max(constants.gbps)
     inside = load.rows_inside * load.row_bytes
-    kind = "NVLink" if nodes is not None and nodes.backend != "host" else "shared memory"
-    crossings = [links.Crossing(kind, load.rows_inside, inside, floor, best, "calibrate, a node alone")]
+    crossings = []
     if nodes is not None and network is not None:
+        source = "calibrate, a node alone" if constants is not None else ""
+        crossings.append(links.Crossing(nodes.inside, load.rows_inside, inside, floor, best, source))
         between = load.rows_between * load.row_bytes
         least = between / network.gbps / 1e3
         crossings.append(

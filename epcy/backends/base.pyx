@@ -24,6 +24,7 @@ from epcy.faults import Faults
 
 cdef class Backend:
     def __init__(self, comm, dict shape, dict options, list identities, object token, xp):
+        self.device = -1                # none yet: abandon() asks
         self.comm, self.token, self.identities, self.xp = comm, token, identities, xp
         self.rank, self.num_ranks = comm.rank, comm.size
         self.timeout = self.default_timeout = options["timeout"]
@@ -33,7 +34,6 @@ cdef class Backend:
         self.checks = options["check"]
         self.shape = shape_of(shape)
         self.area = epcy_area_layout(&self.shape)
-        self.device = -1
         if options["stats"]:
             self.meter = Meter(comm, options["backend"], epcy_num_local_experts(&self.shape))
         # All ranks live at this moment; one in another container's pid namespace can never be seen.
@@ -61,8 +61,11 @@ cdef class Backend:
 
     def failed(self, comm, error, double timeout):
         """End a constructor in which an error came up: tell it, give back what was taken; what to raise."""
-        told, all_raise = bootstrap.tell(comm, error, timeout, "Buffer()")
-        self.abandon(all_raise)
+        all_raise = False
+        try:
+            told, all_raise = bootstrap.tell(comm, error, timeout, "Buffer()")
+        finally:
+            self.abandon(all_raise)
         return told
 
     def abandon(self, bint together):

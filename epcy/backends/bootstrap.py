@@ -173,8 +173,8 @@ def tell(comm: MPI.Intracomm, error: BaseException, timeout: float, step: str) -
             exchange(comm, None, error, timeout, step)
         except PeerTimeoutError:
             pass
-        except Exception as told:
-            return told, True
+        except Exception as told:  # of all ranks, or what this one alone met while it told
+            return (told, True) if "_is_told" in told.__dict__ else (error, False)
     return error, False
 
 

@@ -80,6 +80,7 @@ cdef extern from "epcy/put_nodes.h" nogil:
     epcy_nodes_wire epcy_nodes_layout(const epcy_shape *shape, int64_t begin, int32_t num_groups, int32_t num_slots,
                                       int32_t chunk_tokens)
     int epcy_nodes_load()
+    int epcy_nodes_resident(int *each)
     int epcy_nodes_launch_record(const epcy_nodes_call *call, const char *text, void *stream)
     int epcy_nodes_launch_await(const epcy_nodes_call *call, void *stream)
     int epcy_nodes_launch_plan(const epcy_nodes_call *call, void *stream)

@@ -58,7 +58,12 @@ cdef class HostSnapshots(HostLowLatencyBackend):
             try:
                 now = self.network.progress()
             except BackendError:
-                now = self.network.give_up(self.must_be_dead())
+                try:
+                    dead = self.must_be_dead()
+                except BaseException:   # a signal's handler: what has come has come all the same
+                    self.network.give_up([])
+                    raise
+                now = self.network.give_up(dead)
             moved += now
             for i in range(self.num_remote):
                 channel = self.first_control + i
@@ -92,6 +97,8 @@ cdef class HostSnapshots(HostLowLatencyBackend):
         cdef char *message
         for i in range(self.num_remote):
             channel = self.first_control + i
+            if self.network.is_lost(channel):
+                continue
             if (self.h.masked[self.remote[i]] and not self.network.has_sent(channel)
                     and self.told[i].without == epcy_host_without(&self.h, self.h.rank)[self.remote[i]]):
                 continue

@@ -20,6 +20,7 @@ cdef class Network:
     cdef char *room(self, int channel, int num=*) except? NULL
     cdef int send(self, int channel, int64_t num_bytes) except -1
     cdef bint has_sent(self, int channel) noexcept
+    cdef bint is_lost(self, int channel)
 
 
 cdef class MpiNetwork(Network):

@@ -47,6 +47,10 @@ cdef class Network:
         """Whether all messages have left their buffers."""
         return True
 
+    cdef bint is_lost(self, int channel):
+        """Whether its rank has been given up: what is sent to it would be an error of MPI's."""
+        return False
+
     def has_ended(self, request):
         """Wait a little for a cancelled receive: one that had begun ends with its sender, who may have left."""
         limit = time.monotonic() + 1
@@ -167,6 +171,9 @@ cdef class MpiNetwork(Network):
         self.pending[at] = True
         self.newest[channel] = (self.newest[channel] + 1) % self.num_buffers[channel]
         return 0
+
+    cdef bint is_lost(self, int channel):
+        return self.receives[channel][0] in self.lost
 
     cdef bint has_sent(self, int channel) noexcept:
         cdef int i, at = self.first[channel] + self.num_buffers[channel]

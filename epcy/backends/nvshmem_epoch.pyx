@@ -137,6 +137,7 @@ cdef class NvshmemEpoch(NvshmemWaits):
                 if rounds.max() <= self.num_resets:
                     break
                 self.one_reset()
+            self.late_error()           # of a round that was left by Ctrl-C, and expired since
             self.forget_areas()
         finally:
             epcy_cuda_set_device(previous, NULL)

@@ -20,6 +20,7 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
     cdef epcy_nodes_wire nodes_wire
     cdef epcy_nodes_map map
     cdef int node_blocks                # for each thing that a kernel does
+    cdef int blocks_each                # of them on a multiprocessor
     cdef CudaHandle last_handle         # of the last dispatch, whose failure may be told
     cdef object node_bytes              # as last read
     cdef uintptr_t leave_stream         # waits for nothing

@@ -107,14 +107,17 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
 
     def choose_blocks(self, num_sms):
         """Each thing that a kernel does has as many blocks: to send and to receive for each group, and at home. Two
-        share a multiprocessor."""
+        share a multiprocessor, if they can."""
+        cdef int each = 0
         NvshmemBackend.choose_blocks(self, num_sms)
-        most = 2 * min(num_sms or self.num_multiprocessors, self.num_multiprocessors)
+        check(epcy_nodes_resident(&each), "cudaOccupancyMaxActiveBlocksPerMultiprocessor")
+        self.blocks_each = max(1, min(2, each))
+        most = self.blocks_each * min(num_sms or self.num_multiprocessors, self.num_multiprocessors)
         kinds = 1 + 2 * max(1, self.nodes_wire.num_groups)
         self.node_blocks = max(1, min(self.nodes_wire.num_channels, most // kinds))
 
     def num_blocks(self, str op, str layout):
-        return -(-self.node_blocks * (1 + 2 * self.nodes_wire.num_groups) // 2)
+        return -(-self.node_blocks * (1 + 2 * self.nodes_wire.num_groups) // self.blocks_each)
 
     # ---- calls ------------------------------------------------------------------------------------------------
 

@@ -206,6 +206,8 @@ class record:  # noqa: N801 - used as a function
                     entry.arrays["topk_idx"] = keep_array(buf.xp, given["topk_idx"], given["stream"])
             if self.payload and op in ("dispatch", "low_latency_dispatch", "combine"):
                 self._keep_payload(entry, buf.xp, given)
+        except MemoryError:
+            raise
         except Exception:  # whatever is wrong with the arguments, the call itself will say
             entry.args = None
         return entry

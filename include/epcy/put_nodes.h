@@ -15,7 +15,7 @@
 #define EPCY_NODES_RECORD_BYTES 2048 /* before ids and weights */
 #define EPCY_NODES_PARTS 64          /* blocks that write a record */
 #define EPCY_NODES_USUAL_BLOCKS 128  /* of kernels whose blocks do not wait for each other */
-/* Of those that move rows, two on each multiprocessor; a third of them sends to one group. A block puts 3 to 5 GB/s. */
+/* Of those that move rows, two on each multiprocessor; with one group a third of them sends. A block puts 3 to 5 GB/s. */
 #define EPCY_NODES_MOVING_BLOCKS 252
 #define EPCY_NODES_MAX_CHANNELS 84
 #define EPCY_NODES_IDS 1u /* what a record has behind it */
@@ -170,6 +170,8 @@ int epcy_nodes_launch_leave(const epcy_nodes_call *call, void *stream);
 int epcy_nodes_launch_reset(const epcy_nodes_call *call, const void *low_latency_wire, uint32_t round, void *stream);
 /* Load the kernels. */
 int epcy_nodes_load(void);
+/* Blocks of the kernels that move rows that one multiprocessor can hold. */
+int epcy_nodes_resident(int *each);
 /* NVSHMEM's own put of rows to a rank by so many blocks, and that they have come: a yardstick. */
 int epcy_put_launch_rows(char *to, const char *from, int num_rows, int64_t row_bytes, int pe, int num_blocks,
                          void *stream);

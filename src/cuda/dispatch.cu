@@ -11,7 +11,7 @@ EPCY_DEVICE bool lanes_in_vectors(const epcy_cuda_dispatch &a) {
   return a.peers.shape.num_topk % 4 == 0 && ((uintptr_t)a.topk_weights & 15) == 0;
 }
 
-// The warps that do not move rows: ids, weights and scales of rows base + i at the destination, i < n.
+// The warps from kRowWarps on: ids, weights and scales of rows base + i at the destination, i < n.
 template <typename Id>
 EPCY_DEVICE void write_lanes(const Step &s, const epcy_cuda_dispatch &a, int d, const int32_t *list, int base, int n,
                              char *area) {
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Counts counts;
   __shared__ Share share;
   __shared__ int verdict, warp_total[kWarps];
-  __shared__ int32_t tokens[kRowWarps][64];
+  __shared__ int32_t tokens[kRowWarps][2 * kRowBatch];
   __shared__ unsigned long long first_bad;
   int *hist = (int *)(dynamic + shape.bytes());
   const Step s(a.peers);

@@ -175,7 +175,7 @@ EPCY_DEVICE void pull(const Step &s, const epcy_cuda_combine &a, char *rings, Pi
 // All threads of every block: the whole of a combine. `before` makes ready on every rank what is pulled (it may not return
 // early), and may raise the verdict.
 template <int Dtype, typename Before> EPCY_DEVICE void combine(const epcy_cuda_combine &a, char *rings, Before before) {
-  __shared__ __align__(8) Pipeline pipelines[kPipelines];
+  __shared__ Pipeline pipelines[kPipelines];
   __shared__ Rows y;
   __shared__ int verdict;
   const Step s(a.peers);

@@ -281,6 +281,17 @@ extern "C" int epcy_nodes_launch_combine(const epcy_nodes_call *a, void *stream)
   return launch_together(kernel, num_parts(*a), kBlock, 0, stream, *a);
 }
 
+int epcy_nodes_dispatch_resident(int *each);
+extern "C" int epcy_nodes_resident(int *each) {
+  int e = epcy_nodes_dispatch_resident(each);
+  for (auto kernel : {bring_back<kBf16>, bring_back<kFp16>, bring_back<kFp32>}) {
+    int most = 0;
+    if (!e) e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&most, kernel, kBlock, 0);
+    if (!e && most < *each) *each = most;
+  }
+  return e;
+}
+
 int epcy_nodes_load_record();
 int epcy_nodes_load_plan();
 int epcy_nodes_load_dispatch();

@@ -214,6 +214,9 @@ extern "C" int epcy_nodes_launch_dispatch(const epcy_nodes_call *a, void *stream
   return error ? error : launch_apart(complete_rows, EPCY_NODES_USUAL_BLOCKS, kBlock, stream, *a);
 }
 
+int epcy_nodes_dispatch_resident(int *each) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(each, move_rows, kBlock, 0);
+}
 int epcy_nodes_load_dispatch() {
   cudaFuncAttributes ignored;
   const int error = allow_shared(move_rows);

@@ -8,7 +8,8 @@
 #include "launch.cuh"
 #include "ptx.cuh"
 
-constexpr int kRowWarps = 4; // at most
+constexpr int kRowWarps = 4;  // at most
+constexpr int kRowBatch = 32; // tokens that a warp looks up at a time
 
 struct RowShape {
   int num_warps, num_stages, stage_bytes;
@@ -36,21 +37,20 @@ struct RowPath {
 #ifdef EPCY_HAS_BULK
 struct RowMover {
   static constexpr int kLag = 2; // stores whose stage may still be read when the one before them is filled again
-  static constexpr int kBatch = 32;
   const RowShape shape;
   const int lane, warp;
   char *const ring;
   uint64_t *const full;
-  int32_t *const tokens; // shared, [2 * kBatch] of each warp: of the batch that it stores, and of the next
+  int32_t *const tokens; // shared, [2 * kRowBatch] of each warp: of the batch that it stores, and of the next
   int ahead = 0;
   int loaded = 0, load_row = 0, load_stage = 0, load_at = 0; // of the first lane; rows are the warp's own
 
-  // All threads; a block barrier must follow. `of_block`: [kRowWarps][2 * kBatch].
+  // All threads; a block barrier must follow. `of_block`: [kRowWarps][2 * kRowBatch].
   EPCY_DEVICE RowMover(char *shared, const RowShape &of, int32_t *of_block)
       : shape(of), lane(threadIdx.x & 31), warp(threadIdx.x >> 5),
         ring(shared + (int64_t)warp * of.num_stages * of.stage_bytes),
         full((uint64_t *)(shared + of.ring_bytes()) + warp * of.num_stages),
-        tokens(of_block + warp % kRowWarps * 2 * kBatch) {
+        tokens(of_block + warp % kRowWarps * 2 * kRowBatch) {
     if (lane != 0 || !moves()) return;
 #pragma unroll 1
     for (int i = 0; i < shape.num_stages; i++) barrier_init(full + i, 1);
@@ -75,11 +75,11 @@ struct RowMover {
     uint32_t phase = 0;
     to += warp * p.row_bytes;
 #pragma unroll 1
-    for (int batch = 0; batch * kBatch < num; batch++) {
-      tokens[(batch + 1) % 2 * kBatch + lane] = ahead; // loads run ahead of stores, but never by a batch
+    for (int batch = 0; batch * kRowBatch < num; batch++) {
+      tokens[(batch + 1) % 2 * kRowBatch + lane] = ahead; // loads run ahead of stores, but never by a batch
       __syncwarp();
       ahead = fetch(p, token_of, batch + 2); // a batch early, since tokens are far
-      const int end = (batch + 1) * kBatch < num ? (batch + 1) * kBatch : num;
+      const int end = (batch + 1) * kRowBatch < num ? (batch + 1) * kRowBatch : num;
       if (lane == 0)
 #pragma unroll 1
         while (row < end) {
@@ -115,7 +115,7 @@ private:
   }
   EPCY_DEVICE int own_rows(const RowPath &p) const { return own(p.num_rows); }
   template <typename Of> EPCY_DEVICE int fetch(const RowPath &p, Of &token_of, int batch) const {
-    const int i = batch * kBatch + lane;
+    const int i = batch * kRowBatch + lane;
     return i < own_rows(p) ? token_of(warp + i * shape.num_warps) : 0;
   }
   EPCY_DEVICE uint32_t piece_bytes(const RowPath &p, int at) const {
@@ -124,7 +124,7 @@ private:
   EPCY_DEVICE void load(const RowPath &p) { // a row, or a piece of one
     const uint32_t bytes = piece_bytes(p, load_at);
     barrier_expect(full + load_stage, bytes);
-    bulk_load(ring + load_stage * shape.stage_bytes, p.x + tokens[load_row & (2 * kBatch - 1)] * p.stride + load_at,
+    bulk_load(ring + load_stage * shape.stage_bytes, p.x + tokens[load_row & (2 * kRowBatch - 1)] * p.stride + load_at,
               bytes, full + load_stage);
     loaded++, load_at += (int)bytes;
     if (++load_stage == shape.num_stages) load_stage = 0;

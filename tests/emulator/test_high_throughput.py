@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from emulator.high_throughput_cases import random_case
 
-# More rows than a mover warp tells at a time, and than a ring holds; rows in pieces; more lanes than a warp has.
+# More rows than a mover warp tells at a time, and than a ring holds; rows in pieces in the expert layout, and in both;
+# more rows than a warp looks up at a time, by four, two or one warp; more lanes than a warp has.
 MANY: dict[str, Any] = {"shape": (80, 128), "R": 2, "K": 3, "L": 3, "worst": False}
 PIECES: dict[str, Any] = {"shape": (20, 3584), "R": 2, "K": 3, "L": 3, "worst": False}
+LARGE: dict[str, Any] = {**PIECES, "shape": (21, 4608), "dtype": np.float32}
+BATCHES: dict[str, Any] = {**MANY, "shape": (300, 128)}
+BATCHES_OF_TWO: dict[str, Any] = {**MANY, "shape": (150, 1280), "dtype": np.float32}
+BATCHES_OF_ONE: dict[str, Any] = {**MANY, "shape": (75, 2176), "dtype": np.float32}
 WIDE: dict[str, Any] = {"shape": (6, 128), "K": 33, "L": 6}
 
 
@@ -25,10 +31,16 @@ def test_random_without_bulk_copies(seed: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["rank", "expert"])
-@pytest.mark.parametrize("shape", [MANY, PIECES, WIDE], ids=["many", "pieces", "wide"])
+@pytest.mark.parametrize("shape", [MANY, PIECES, LARGE, WIDE], ids=["many", "pieces", "large", "wide"])
 @pytest.mark.parametrize("seed", range(100, 103))
 def test_shapes(seed: int, shape: dict[str, Any], layout: str) -> None:
     random_case(seed, layout=layout, **shape)
+
+
+@pytest.mark.parametrize("shape", [BATCHES, BATCHES_OF_TWO, BATCHES_OF_ONE], ids=["four", "two", "one"])
+@pytest.mark.parametrize("seed", range(110, 112))
+def test_many_batches(seed: int, shape: dict[str, Any]) -> None:
+    random_case(seed, layout="rank", **shape)
 
 
 @pytest.mark.parametrize("layout", ["rank", "expert"])
