@@ -273,8 +273,8 @@ class Explanation:
     nodes : epcy.links.Nodes or None
         Where the ranks are, when in several nodes; then there are the terms "latency" and "network", too.
     crossings : tuple of epcy.links.Crossing
-        What this rank sends over each kind of link, with the link's floor. The bytes between nodes are those that
-        `stats().bytes_between_nodes` counts, on average over random routing.
+        Of several nodes: what this rank sends over each kind of link, with the link's floor. The bytes between nodes
+        are those that `stats().bytes_between_nodes` counts, on average over random routing.
     """
 
     operation: str

@@ -218,7 +218,7 @@ def test_both_modes_in_turn(comm, nodes_of):
 @pytest.mark.parametrize("num_experts", [8, 2048])
 def test_no_call_waits_for_one_that_has_not_begun(comm, nodes_of, num_experts):
     """A record of many experts goes in pieces, each of which leaves alone: the end of a call waits for nobody."""
-    num_experts *= comm.size // 2
+    num_experts = num_experts // 2 * comm.size
     last, pause = comm.rank == comm.size - 1, 1.6
     buf = nodes_of(
         low_latency_mode=True, num_experts=num_experts, num_max_low_latency_tokens_per_rank=2, timeout=20

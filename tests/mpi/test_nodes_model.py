@@ -117,8 +117,7 @@ def test_the_network_comes_from_a_data_sheet_or_from_calibrate(comm, backend, ma
 
 def test_one_node_has_no_network(comm, make_buffer):
     told = make_buffer().explain("dispatch", 16)
-    assert told.nodes is None and [one.kind for one in told.crossings] in (["shared memory"], ["NVLink"])
-    assert told.crossings[0].num_rows == pytest.approx((comm.size - 1) * told.load.rows_to_peer)
+    assert told.nodes is None and told.crossings == ()
     assert "network" not in str(told)
 
 
