@@ -60,13 +60,15 @@ cdef class Backend:
         return 0
 
     def failed(self, comm, error, double timeout):
-        """End a constructor in which an error came up: tell it, give back what was taken; what to raise."""
+        """End a constructor in which an error came up: tell it, give back what was taken, and raise."""
         all_raise = False
         try:
             told, all_raise = bootstrap.tell(comm, error, timeout, "Buffer()")
         finally:
             self.abandon(all_raise)
-        return told
+        if told is error:
+            raise error
+        raise told from error
 
     def abandon(self, bint together):
         """Give back what a constructor took that ended in an error; `together`: on every rank. It may come twice."""

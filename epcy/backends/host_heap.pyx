@@ -58,10 +58,7 @@ cdef class HostHeap(Backend):
             self.open(options, nbytes)
             bootstrap.exchange(comm, None, None, self.timeout, "Buffer()")      # also: every control block is zero now
         except BaseException as error:
-            told = self.failed(comm, error, options["timeout"])
-            if told is error:
-                raise
-            raise told from error
+            self.failed(comm, error, options["timeout"])
 
     cdef int open(self, dict options, int64_t nbytes) except -1:
         """Local: the control block, threads, the status page, the views."""

@@ -45,6 +45,7 @@ cdef class HostNodes(HostSnapshots):
             bootstrap.exchange(comm, None, None, options["timeout"], "Buffer()")
             self.node_comm = comm.Split(topology.node, comm.rank)
             super().__init__(comm, shape, options, identities, token)
+            bootstrap.exchange(comm, None, None, self.timeout, "Buffer()")
             self.network_comm = bootstrap.duplicate(comm, self.timeout, "Buffer()")
             try:
                 self.take()
@@ -56,10 +57,7 @@ cdef class HostNodes(HostSnapshots):
                                 f"other nodes (rank {self.rank}); give fewer, or fewer node_chunk_tokens") from None
             bootstrap.exchange(comm, None, None, self.timeout, "Buffer()")
         except BaseException as error:
-            told = self.failed(comm, error, options["timeout"])
-            if told is error:
-                raise
-            raise told from error
+            self.failed(comm, error, options["timeout"])
 
     def abandon(self, bint together):
         if self.network is not None:

@@ -103,10 +103,7 @@ cdef class NvshmemHeap(Backend):
             finally:
                 epcy_cuda_set_device(previous, NULL)
         except BaseException as error:
-            told = self.failed(comm, error, options["timeout"])
-            if told is error:
-                raise
-            raise told from error
+            self.failed(comm, error, options["timeout"])
 
     def abandon(self, bint together):
         cdef int previous = 0

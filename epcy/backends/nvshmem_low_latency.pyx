@@ -62,10 +62,7 @@ cdef class LowLatencyNvshmemBackend(NvshmemBackend):
                     epcy_cuda_set_device(previous, NULL)
             bootstrap.exchange(self.comm, None, None, self.timeout, "Buffer()")
         except BaseException as error:
-            told = self.failed(comm, error, options["timeout"])
-            if told is error:
-                raise
-            raise told from error
+            self.failed(comm, error, options["timeout"])
 
     def num_far_ranks(self, options):
         return cuda_sizes.num_far_ranks(options, self.num_ranks)

@@ -52,10 +52,7 @@ cdef class NodesNvshmemBackend(LowLatencyNvshmemBackend):
             options["num_sms"] = max(options["num_sms"], self.num_blocks("dispatch", "rank"))
             bootstrap.exchange(self.comm, None, None, self.timeout, "Buffer()")
         except BaseException as error:
-            told = self.failed(comm, error, options["timeout"])
-            if told is error:
-                raise
-            raise told from error
+            self.failed(comm, error, options["timeout"])
 
     def abandon(self, bint together):
         if self.leave_stream:
