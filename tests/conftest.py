@@ -167,6 +167,15 @@ def gpu() -> None:
 
 
 @pytest.fixture
+def one_rank(comm: Any, backend: str) -> None:
+    """For tests that start jobs of their own, on the host backend."""
+    if comm.size > 1:
+        pytest.skip("these start jobs of their own: run with one rank")
+    if backend != "host":
+        pytest.skip("the host backend's jobs")
+
+
+@pytest.fixture
 def make_buffer(comm: Any, backend: str, failed: Callable[[], bool]) -> Iterator[Callable[..., Any]]:
     """A function `make_buffer(comm=..., **options)` that builds an `epcy.Buffer` for this test.
 

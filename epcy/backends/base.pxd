@@ -60,6 +60,8 @@ cdef class Backend:
     cdef int low_latency_combine_receive(self, LowLatencyCombineCall call) except -1
     cdef object low_latency_combine_input(self, int kind)
     cdef int64_t num_masked(self) noexcept
+    cdef bint is_left_out(self) except -1
+    cdef bint leaves_alone(self, bint together, int op) except -1
     cpdef set_mask(self, int rank, bint masked)
     cpdef masked(self)
     cpdef dropped(self, int which)

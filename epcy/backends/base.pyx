@@ -18,7 +18,7 @@ from epcy.layout cimport (
 from epcy.arrays import DTYPES
 from epcy.backends import bootstrap
 from epcy.backends.inspection import Inspection
-from epcy.errors import ArgumentError, StateError
+from epcy.errors import ArgumentError, EpcyError, StateError
 from epcy.faults import Faults
 
 
@@ -74,6 +74,24 @@ cdef class Backend:
         """Give back what a constructor took that ended in an error; `together`: on every rank. It may come twice."""
         if self.meter is not None:
             self.meter.take_back()
+
+    cdef bint is_left_out(self) except -1:
+        """Whether a rank has freed without this one, since it went on without some rank."""
+        return False
+
+    cdef bint leaves_alone(self, bint together, int op) except -1:
+        """Meet all ranks in free(), operation `op`, if `together`. True: they do not free together, since this rank, or
+        one that has freed, goes on without some rank."""
+        if self.num_masked() or together and self.is_left_out():
+            return True
+        if together:
+            try:
+                self.barrier(op)
+            except EpcyError:
+                if not self.is_left_out():
+                    raise
+                return True
+        return False
 
     cdef int leave(self) except -1:
         """Return to the user: an error in mid-call, whatever it is, must not leave the others waiting."""

@@ -18,4 +18,3 @@ cdef class HostEpoch(HostWaits):
     cdef int op_of(self, int64_t rank, uint64_t epoch) noexcept
     cdef uint64_t furthest_reset(self)
     cdef int listen(self) except -1
-    cdef bint is_left_out(self) except -1

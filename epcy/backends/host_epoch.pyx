@@ -8,7 +8,7 @@ from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from epcy.backends import verdicts
-from epcy.errors import EpcyError, PeerError
+from epcy.errors import PeerError
 from epcy.status import OPERATIONS
 
 
@@ -196,17 +196,10 @@ cdef class HostEpoch(HostWaits):
         from mpi4py import MPI
 
         cdef int64_t r
-        cdef bint agreed = False, alone = self.num_masked() > 0
+        cdef bint agreed = False, alone = False
         try:
-            alone = alone or together and self.is_left_out()
-            if together and not alone:
-                try:
-                    self.barrier(EPCY_OP_FREE)
-                    agreed = True
-                except EpcyError:
-                    alone = self.is_left_out()
-                    if not alone:
-                        raise
+            alone = self.leaves_alone(together, EPCY_OP_FREE)
+            agreed = together and not alone
         finally:
             if alone and not MPI.Is_finalized():
                 for r in range(self.h.shape.num_ranks):

@@ -13,7 +13,7 @@ from epcy.backends.cuda_low_latency cimport epcy_cuda_launch_reset
 from epcy.backends.nvshmem_waits cimport LEFT, LEFT_ALONE
 from epcy.backends.symmetric cimport check
 
-from epcy.errors import EpcyError, HeapError
+from epcy.errors import HeapError
 from epcy.status import OPERATIONS
 
 
@@ -173,8 +173,7 @@ cdef class NvshmemEpoch(NvshmemWaits):
         self.refuse(op, text)
         raise HeapError(text)
 
-    def is_left_out(self):
-        """Whether a rank has freed without this one, since it went on without some rank: then nobody is waited for."""
+    cdef bint is_left_out(self) except -1:
         return bool((self.fetch(self.peers.control.left, self.num_ranks, np.uint32) == LEFT_ALONE).any())
 
     def close(self, bint together):
@@ -184,17 +183,10 @@ cdef class NvshmemEpoch(NvshmemWaits):
         cdef int previous = 0
         check(epcy_cuda_set_device(self.device, &previous), "cudaSetDevice")
         try:
-            agreed, alone = False, self.num_masked() > 0
+            agreed = alone = False
             try:
-                alone = alone or together and self.is_left_out()
-                if together and not alone:
-                    try:
-                        self.barrier(OP_FREE)
-                        agreed = True
-                    except EpcyError:
-                        alone = self.is_left_out()
-                        if not alone:
-                            raise
+                alone = self.leaves_alone(together, OP_FREE)
+                agreed = together and not alone
             finally:
                 if self.counters is not None:
                     self.counters.close()

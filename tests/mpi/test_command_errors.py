@@ -6,14 +6,7 @@ import pytest
 
 from parallel import ROOT, launch
 
-
-@pytest.fixture(autouse=True)
-def one_rank(comm, backend):
-    if comm.size > 1:
-        pytest.skip("these start jobs of their own: run with one rank")
-    if backend != "host":
-        pytest.skip("the host backend's jobs")
-
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 HOST = "--backend host"
 WRONG = [

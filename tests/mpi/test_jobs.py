@@ -10,13 +10,7 @@ from parallel import ROOT, launch
 SCRIPT = "tests/mpi/jobs.py"
 
 
-@pytest.fixture(autouse=True)
-def one_rank(comm, backend):
-    if comm.size > 1:
-        pytest.skip("these start jobs of their own: run with one rank")
-    if backend != "host":
-        pytest.skip("the host backend's jobs")
-
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 MODES = pytest.mark.parametrize("mode", ["", "low_latency"])
 

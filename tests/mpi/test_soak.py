@@ -7,13 +7,11 @@ import pytest
 
 from parallel import ROOT, launch
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 
 @pytest.fixture(autouse=True)
-def one_rank(comm, backend):
-    if comm.size > 1:
-        pytest.skip("these start jobs of their own: run with one rank")
-    if backend != "host":
-        pytest.skip("the host backend's jobs")
+def progress_bars(one_rank):
     pytest.importorskip("tqdm")
 
 
