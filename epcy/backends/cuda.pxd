@@ -68,7 +68,7 @@ cdef extern from "epcy/cuda.h" nogil:
         epcy_cuda_bad bad[32]
         uint32_t late_verdict, late_rank
         uint64_t late_rows, late_limit
-        uint32_t masked, without, without_epoch, without_operation
+        uint32_t masked, without, without_epoch, without_operation, stop
         char *late_text
 
     ctypedef struct epcy_peers:

@@ -62,8 +62,11 @@ cdef class NvshmemWaits(NvshmemHeap):
         self.broken = True
         if self.reset_is_open:
             return
+        # First in memory that the kernels look at: streams share queues, and a copy may stand behind the kernel.
+        self.mapped.report.stop = 1
         epcy_cuda_put(self.start + self.peers.control.local + <int64_t>&local.broken, &one, 4)
         self.tell_gone()
+        self.mapped.report.stop = 0             # who comes later finds the Buffer broken
 
     cdef int tell_gone(self, uint32_t spared=0, uint32_t how=LEFT) noexcept:
         """Tell the other ranks' kernels, but for some, that they need not wait for this one."""

@@ -159,6 +159,7 @@ typedef struct epcy_report {        /* its definition must not depend on the Buf
   uint32_t masked;                    /* as epcy_local's, once a kernel has masked a rank */
   uint32_t without;                   /* ranks that went on without this one, as bits; in which call: */
   uint32_t without_epoch, without_operation;
+  uint32_t stop; /* the host's: kernels that wait give up. A copy to their memory might queue up behind them */
   char late_text[EPCY_CUDA_TEXT_BYTES]; /* of the refusal; or u32 headers[R], epoch of a mismatch */
   /* followed by u64 experts[L]: lanes for each local expert */
 } epcy_report;

@@ -4,10 +4,13 @@
 // came to another call than this one sends no word that is waited for here. But its header lies in this rank's memory all
 // the same: of the next call of its kind, which this rank has not begun. Calls of a Buffer run in one order. So if the
 // header that is waited for is not there after that one was seen, it was not sent before it: the ranks disagree.
-// Looked at only by waits that take long.
+// Looked at only by waits that take long, as is what their host wants.
 #pragma once
 #include "epcy/low_latency.h"
 #include "ptx.cuh"
+
+// Whether this rank's host wants waits to end. Its memory is far: to be asked now and then.
+EPCY_DEVICE bool is_stopped(const epcy_peers &p) { return *(const volatile uint32_t *)&p.report->stop != 0; }
 
 enum { kStepCalls = 2 }; // beside the two kinds of low-latency calls: dispatch, combine, barriers
 

@@ -81,6 +81,17 @@ EPCY_DEVICE uint32_t other_ranks(const epcy_low_latency_call &c) {
 EPCY_DEVICE uint32_t *left_word(const epcy_low_latency_call &c, int on, int from) {
   return (uint32_t *)(c.peers.base[on] + c.peers.control.left) + from;
 }
+// One thread: this Buffer is broken, and whoever waits for this rank need wait no longer. False: somebody else has told.
+EPCY_DEVICE bool leave(const epcy_low_latency_call &c) {
+  if (atomicCAS(c.broken, 0u, 1u) != 0) return false;
+  for (int q = 0; q < (int)c.peers.shape.num_ranks; q++) *(volatile uint32_t *)left_word(c, q, c.peers.rank) = 1;
+  return true;
+}
+// Any threads: whether this Buffer is broken, or its host wants it to be.
+static __device__ __noinline__ bool is_over(const epcy_low_latency_call &c) {
+  if (is_stopped(c.peers)) leave(c);
+  return load_local(c.broken) != 0;
+}
 // One thread: its wait has lasted too long. Called where a warp leaves its wait for good: a call from which the ordinary
 // way goes on would cost registers there.
 static __device__ __noinline__ void expire(const epcy_low_latency_call &c, uint32_t epoch, int phase, int peer,
@@ -89,8 +100,7 @@ static __device__ __noinline__ void expire(const epcy_low_latency_call &c, uint3
     atomicOr(c.broken + 1, 1u << peer); // the clerk goes on without it
     return;
   }
-  if (atomicCAS(c.broken, 0u, 1u) != 0) return; // somebody else has told
-  for (int q = 0; q < (int)c.peers.shape.num_ranks; q++) *(volatile uint32_t *)left_word(c, q, c.peers.rank) = 1;
+  if (!leave(c)) return;
   epcy_report *r = c.peers.report;
   r->gone = load_local(left_word(c, c.peers.rank, peer));
   r->phase = phase, r->peer = peer, r->epoch = epoch, r->expected = (uint64_t)epoch << 32, r->seen = seen;
@@ -321,7 +331,7 @@ EPCY_DEVICE bool Patience::over(const LowLatency &s, bool waits, int phase, int 
   // What a rank sent before it left comes within a tick; more will not come.
   const bool left = waits && now - since > 1 && load_local(left_word(s.c, s.c.peers.rank, peer)) != 0;
   const bool late = now - since > (uint32_t)((s.c.peers.timeout_ns + 0xFFFFF) >> 20); // never before its time
-  if (!late && !__any_sync(~0u, left) && !s.is_broken()) return false;
+  if (!late && !__any_sync(~0u, left) && !is_over(s.c)) return false;
   if (left || (waits && late)) expire(s.c, s.epoch, phase, peer, seen); // of the others nothing is known
   return true;
 }

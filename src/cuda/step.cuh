@@ -83,6 +83,7 @@ struct Step {
                                             uint64_t start) const {
     const uint64_t now = global_time_ns();
     if (!start) start = now;
+    if (is_stopped(p)) leave();
     if (broken()) return 0;
     if (phase == EPCY_CUDA_HEADERS) {
       const epcy_low_latency_wire wire = epcy_low_latency_wire_layout(&p.shape, p.control.bytes);
@@ -94,11 +95,16 @@ struct Step {
     expire(phase, peer, v, gone);
     return 0;
   }
-  // The first wait that does not end: this Buffer is broken, and whoever waits for this rank need wait no longer.
-  __device__ __noinline__ void expire(int phase, int peer, uint64_t seen, bool gone) const {
-    if (atomicCAS(&local()->broken, 0u, 1u) != 0) return;
+  // This Buffer is broken, and whoever waits for this rank need wait no longer. False: somebody else has told.
+  EPCY_DEVICE bool leave() const {
+    if (atomicCAS(&local()->broken, 0u, 1u) != 0) return false;
     for (int q = 0; q < num_ranks; q++)
       if (!(p.far >> q & 1)) *(volatile uint32_t *)left(q, me) = 1; // far ones hear of it at the call's end
+    return true;
+  }
+  // The first wait that does not end.
+  __device__ __noinline__ void expire(int phase, int peer, uint64_t seen, bool gone) const {
+    if (!leave()) return;
     epcy_report *r = p.report;
     r->gone = gone;
     r->phase = phase, r->peer = peer, r->epoch = epoch, r->expected = word(0), r->seen = seen;

@@ -179,3 +179,18 @@ def test_after_two_to_the_32_calls(seed: int) -> None:
     for one in got:
         check_dispatch(*one)
     assert not any(world.report(r).expired for r in range(2))
+
+
+@pytest.mark.parametrize("name", ["barrier", "rank", "expert"])
+def test_a_host_that_wants_waits_to_end(name: str) -> None:
+    world, rng = make(2)  # whose waits last for ever
+    C.epcy_report.from_buffer(world.reports[0]).stop = 1
+    if name == "barrier":
+        world.step(0, OP_BARRIER)
+    else:
+        got = queue_dispatch(world, 0, inputs(rng, world, name))
+    world.run(1)
+    assert world.local(0).broken == 1 and not world.report(0).expired
+    assert world.control_words(1, world.control.left, 2, np.uint32).tolist() == [1, 0]
+    if name != "barrier":
+        assert world.verdicts(0, got.report, got.ticket) == [C.EPCY_VERDICT_BROKEN] * 2

@@ -170,6 +170,17 @@ def test_a_late_rank_breaks_the_buffer() -> None:
     assert world.report(0).expired and world.report(0).peer == 1 and not got.count.any()
 
 
+def test_a_host_that_wants_waits_to_end() -> None:
+    rng = np.random.default_rng(1)
+    world = LowLatencyRanks(2, 3, 2, 6, 256, row_bytes=1024)  # whose waits last for ever
+    C.epcy_report.from_buffer(world.reports[0]).stop = 1
+    x, idx = draws.floats(rng, (5, 256), FLOATS[0]), draws.lanes(rng, 5, 2, world.E)
+    got = world.dispatch(0, world.make_handle(0), x, idx)
+    world.run(1)
+    assert world.local(0).broken == 1 and not world.report(0).expired and not got.count.any()
+    assert world.control_words(1, world.control.left, 2, np.uint32).tolist() == [1, 0]
+
+
 @pytest.mark.parametrize("by_source", [False, True], ids=["rank", "source"])
 @pytest.mark.parametrize("comes", ["late", "refuses"])
 @pytest.mark.parametrize("missing", [1, 2])
