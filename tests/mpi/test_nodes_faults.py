@@ -11,6 +11,7 @@ import pytest
 
 import epcy
 from mpi.cases import BFLOAT16, check_dispatch, draw, raised, to_device, to_expert_0, works
+from mpi.low_latency_cases import late_error
 from parallel import ROOT, launch
 
 INSIDE = pytest.mark.host_only("no fault strikes inside a kernel")
@@ -83,7 +84,7 @@ def test_ranks_in_different_calls(comm, nodes_of):
                  lambda: buf.barrier() if last else buf.dispatch(x, idx),
                  lambda: buf.dispatch(to_device(buf, np.ones((2, 512), np.float16)) if last else x, idx),
                  lambda: buf.dispatch(x, idx, layout="expert" if last else "rank")):  # fmt: skip
-        error = raised(call)
+        error = late_error(buf, call)
         assert type(error) is epcy.MismatchError, repr(error)
         works(buf)
 
@@ -146,7 +147,7 @@ def test_a_rank_of_another_node_in_another_call(comm, nodes_of):
     for pair in DIFFERENT:
         for one, two in (pair, pair[::-1]):
             start = time.monotonic()
-            error = raised(calls[one if last else two]) or raised(buf.check)
+            error = late_error(buf, calls[one if last else two])
             assert type(error) is epcy.MismatchError, (one, two, repr(error))
             assert "the ranks disagree in call" in str(error) and f"rank {comm.size - 1}: " in str(error), (
                 error
@@ -171,9 +172,9 @@ def test_a_late_rank(comm, nodes_of, operation, phase):
     comm.Barrier()
     x, idx = to_device(buf, (sent.xs[comm.rank], sent.idxs[comm.rank]))
     if operation == "dispatch":
-        error = raised(lambda: buf.dispatch(x, idx, timeout=0.3))
+        error = late_error(buf, lambda: buf.dispatch(x, idx, timeout=0.3))
     else:
-        error = raised(lambda: buf.combine(r.recv_x, r.handle, timeout=0.3))
+        error = late_error(buf, lambda: buf.combine(r.recv_x, r.handle, timeout=0.3))
     nodes = buf.topology.node_of_rank
     if comm.rank != last or phase != "completion":  # the others had done all that the last one waits for
         assert type(error) is epcy.PeerTimeoutError, repr(error)
