@@ -25,99 +25,9 @@
 // what one block can do for all is done by one that carries no tokens, the clerk. And a load takes longer than all
 // arithmetic: those that need not wait for others are issued together, at the start, by `load_early`.
 #pragma once
-#include "elsewhere.cuh"
 #include "launch.cuh"
-#include "lines.cuh"
+#include "low_latency_reports.cuh"
 #include "stamp.cuh"
-
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-static_assert(kThreads == EPCY_PART_LINES * 8, "a thread a unit");
-constexpr int kAgain = EPCY_VERDICT_BROKEN + 1; // of a wait: left for excuse(), to be begun again
-constexpr int kBoth = EPCY_LOW_LATENCY_SEND | EPCY_LOW_LATENCY_RECEIVE;
-// Warps of a dispatch that cast nothing: one sees to acknowledgements, one sends the lanes of the block's tokens.
-constexpr int kAcks = kWarps - 1, kScribe = kWarps - 2;
-
-// A lane's place at its expert's rank, as it travels: local expert, how many earlier tokens of its source go there.
-constexpr uint32_t kNowhere = 0xFFFFFFFFu, kRepeated = 0x80000000u; // repeated: an earlier lane brings the row
-EPCY_DEVICE uint32_t make_place(int local, int ordinal, bool repeated) {
-  return (uint32_t)local << 16 | (uint32_t)ordinal | (repeated ? kRepeated : 0u);
-}
-// In the handle: rows carry the mark of a repeated lane too; lanes are (owner, lane whose row it is).
-constexpr int kRepeatedRow = 1 << 30;
-constexpr uint32_t kNotSent = 1u << 30,
-                   kLost = 1u << 29; // of a lane: its rank was masked; or took no part, as it turned out
-EPCY_DEVICE uint32_t make_lane(int owner, int first) { return (uint32_t)owner | (uint32_t)first << 8; }
-
-// Sizes that a kernel knows when it is compiled; 0: they are the call's.
-template <int Ranks, int Topk> struct Sizes {
-  static constexpr int kRanks = Ranks, kTopk = Topk;
-  EPCY_DEVICE static int ranks(const epcy_low_latency_call &c) { return Ranks ? Ranks : c.num_ranks; }
-  EPCY_DEVICE static int topk(const epcy_low_latency_call &c) { return Topk ? Topk : c.num_topk; }
-  EPCY_DEVICE static int by_topk(const epcy_low_latency_call &c, int n); // n / K
-};
-using AnySizes = Sizes<0, 0>;
-using UsualSizes = Sizes<2, 8>;
-
-// Epoch 0 is what fresh memory holds, and parity must alternate: 2 follows the largest.
-EPCY_DEVICE uint32_t next_epoch(uint32_t e) { return e == 0xFFFFFFFFu ? 2u : e + 1; }
-
-// n / d.by; the product is at most one too small.
-EPCY_DEVICE int quotient(int n, const epcy_divisor &d) {
-  const uint32_t q = __umulhi((uint32_t)n, d.inverse);
-  return (int)(q + ((uint32_t)n - q * d.by >= d.by));
-}
-
-template <int Ranks, int Topk> EPCY_DEVICE int Sizes<Ranks, Topk>::by_topk(const epcy_low_latency_call &c, int n) {
-  if constexpr (Topk != 0) return n / Topk;
-  else return quotient(n, c.topk);
-}
-
-// Ranks as bits.
-EPCY_DEVICE uint32_t other_ranks(const epcy_low_latency_call &c) {
-  return (0xFFFFFFFFu >> (32 - c.num_ranks)) & ~(1u << c.rank);
-}
-
-// Whether a rank has left its calls, in some rank's memory.
-EPCY_DEVICE uint32_t *left_word(const epcy_low_latency_call &c, int on, int from) {
-  return (uint32_t *)(c.peers.base[on] + c.peers.control.left) + from;
-}
-// One thread: this Buffer is broken, and whoever waits for this rank need wait no longer. False: somebody else has told.
-EPCY_DEVICE bool leave(const epcy_low_latency_call &c) {
-  if (atomicCAS(c.broken, 0u, 1u) != 0) return false;
-  for (int q = 0; q < (int)c.peers.shape.num_ranks; q++) *(volatile uint32_t *)left_word(c, q, c.peers.rank) = 1;
-  return true;
-}
-// Any threads: whether this Buffer is broken, or its host wants it to be.
-static __device__ __noinline__ bool is_over(const epcy_low_latency_call &c) {
-  if (is_stopped(c.peers)) leave(c);
-  return load_local(c.broken) != 0;
-}
-// One thread: its wait has lasted too long. Called where a warp leaves its wait for good: a call from which the ordinary
-// way goes on would cost registers there.
-static __device__ __noinline__ void expire(const epcy_low_latency_call &c, uint32_t epoch, int phase, int peer,
-                                           uint64_t seen) {
-  if (c.peers.goes_on && (phase == EPCY_CUDA_HEADERS || phase == EPCY_CUDA_ACKS)) {
-    atomicOr(c.broken + 1, 1u << peer); // the clerk goes on without it
-    return;
-  }
-  if (!leave(c)) return;
-  epcy_report *r = c.peers.report;
-  r->gone = load_local(left_word(c, c.peers.rank, peer));
-  r->phase = phase, r->peer = peer, r->epoch = epoch, r->expected = (uint64_t)epoch << 32, r->seen = seen;
-  r->operation = c.peers.operation, r->timeout_ns = c.peers.timeout_ns;
-  __threadfence_system();
-  *(volatile uint32_t *)&r->expired = 1;
-}
-
-// A whole warp, now and then: a word of long ago must not look as if it lay ahead when the epochs have come round.
-static __device__ __noinline__ void forget_old_masks(const epcy_low_latency_call &c, int kind, uint32_t epoch) {
-  const int lane = threadIdx.x & 31;
-  if (lane >= c.num_ranks) return;
-  uint64_t *at = (uint64_t *)(c.own + c.wire.without) + (kind * c.num_ranks + lane);
-  const uint64_t last = load_word(at);
-  if (last && (int32_t)((uint32_t)(last >> 32) - epoch) < 0)
-    atomicCAS_system((unsigned long long *)at, (unsigned long long)last, 0ull);
-}
 
 struct LowLatency;
 // How long a warp has waited: looks at the clock now and then. All lanes call it; some of them wait.
@@ -369,42 +279,4 @@ EPCY_DEVICE int LowLatency::gather_all(int *tokens, bool counts) {
   int verdict;
   while ((verdict = gather(look_for_headers(), tokens, counts, patience)) == kAgain) look_around(*this);
   return verdict;
-}
-
-// One thread: tell the host of ranks that went on without this one. Returns them.
-static __device__ __noinline__ uint32_t report_left(const epcy_low_latency_call &c, uint32_t epoch, uint32_t missing) {
-  epcy_report *r = c.peers.report;
-  const uint32_t left_by = missing & ~load_local(c.broken + 1);
-  if (!left_by) return 0;
-  r->without_epoch = epoch, r->without_operation = c.peers.operation;
-  __threadfence_system();
-  *(volatile uint32_t *)&r->without = left_by;
-  return left_by;
-}
-
-// One thread: keep for the host, which does not wait, why this call gave nothing.
-static __device__ __noinline__ void report(const epcy_low_latency_call &c, int kind, uint32_t epoch, int verdict) {
-  epcy_report *r = c.peers.report;
-  if (verdict != EPCY_VERDICT_REFUSED && verdict != EPCY_VERDICT_MISMATCH) return;
-  const int R = c.num_ranks, first = (kind * 2 + (epoch & 1)) * R;
-  char *base = c.own;
-  __threadfence_system();
-  uint32_t *headers = (uint32_t *)r->late_text;
-#pragma unroll 1
-  for (int q = 0; q < R; q++) {
-    const uint32_t theirs =
-        q == c.rank ? c.header : (uint32_t)load_word((const uint64_t *)(base + c.wire.headers) + (first + q) * 2 + 1);
-    if (verdict == EPCY_VERDICT_MISMATCH) { // what each rank did, for the host to compare
-      headers[q] = theirs;
-    } else if (theirs & EPCY_HEADER_REFUSED) {
-      const volatile char *text = base + c.wire.text + (first + q) * EPCY_CUDA_TEXT_BYTES;
-#pragma unroll 1
-      for (int i = 0; i < EPCY_CUDA_TEXT_BYTES; i++) r->late_text[i] = text[i];
-      r->late_rank = q;
-      break;
-    }
-  }
-  if (verdict == EPCY_VERDICT_MISMATCH) headers[R] = epoch;
-  __threadfence_system();
-  *(volatile uint32_t *)&r->late_verdict = verdict;
 }
