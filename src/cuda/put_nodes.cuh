@@ -217,7 +217,9 @@ struct Chunks {
               (uint64_t *)(name + s.a.wire.flags) + there(chunk), s.chunk_word(chunk), s.a.map.pe[peer()]);
   }
   EPCY_DEVICE void count_bytes(int64_t rows, int64_t rest) const {
-    if (threadIdx.x == 0) add_to(&s.notes()->node_bytes[0], rows), add_to(&s.notes()->node_bytes[1], rest);
+    if (threadIdx.x != 0) return;
+    add_to(&s.notes()->node_bytes[0], rows), add_to(&s.notes()->node_bytes[1], rest);
+    add_to(&counters_of(s.p)->bytes_moved, rows);
   }
   // All threads, when everything has been put: wait for the credits that are still out.
   EPCY_DEVICE bool drain() const {

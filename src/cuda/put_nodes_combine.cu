@@ -75,6 +75,11 @@ template <int Dtype> EPCY_DEVICE void sum_near(unsigned who, const char *mine, i
   }
 }
 
+// A whole warp: rows that it reads of other ranks of the own node, for the statistics.
+EPCY_DEVICE void count_pulled(const NodeCall &s, unsigned rows) {
+  if (rows && (threadIdx.x & 31) == 0) add_to(&counters_of(s.p)->bytes_moved, (int64_t)__popc(rows) * s.a.row_bytes);
+}
+
 // ---- to other nodes: sums of a group's rank's tokens
 template <int Dtype> struct Relay {
   const NodeCall &s;
@@ -110,6 +115,7 @@ template <int Dtype> struct Relay {
           mine = rows.at + row * rows.stride;
         }
         if (a.map.hierarchical) {
+          count_pulled(s, who & ~__ballot_sync(~0u, r == s.me));
           for (int64_t at = lane * 16; at - lane * 16 < a.row_bytes; at += 512) {
             float acc[Vector<Dtype>::kElements] = {};
             sum_near<Dtype>(who, mine, at, at < a.row_bytes, acc);
@@ -203,6 +209,7 @@ template <int Dtype> struct Taker {
     const int lane = threadIdx.x & 31, R = s.num_ranks, K = s.K();
     const int64_t row = lane < R && s.is_near(lane) ? __ldcg(a.routing.pos + t * R + lane) : -1;
     const unsigned near = __ballot_sync(~0u, row >= 0);
+    count_pulled(s, near & ~(1u << s.me));
     const char *mine = nullptr; // of rank `lane`, in the own node
     if (row >= 0) {
       const Rows rows(s, lane);

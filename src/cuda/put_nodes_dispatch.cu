@@ -44,7 +44,6 @@ struct Sender {
     }
     const int64_t rows = (int64_t)chunks.num * (a.row_bytes + a.num_scales * 4);
     if (chunks.num) chunks.count_bytes(rows, 0);
-    if (threadIdx.x == 0 && chunks.num) add_to(&counters_of(s.p)->bytes_moved, rows);
     return chunks.drain();
   }
   EPCY_DEVICE void put_row(const Chunks &chunks, int k, int i, int t) const {

@@ -42,6 +42,44 @@ def test_nodes_of_different_sizes(layout: str) -> None:
     random_case(5, R=3, layout=layout, world=world, shape=(17, 128), K=4)
 
 
+@pytest.mark.parametrize("path", ["direct", "hierarchical"])
+def test_bytes_that_are_counted(path: str) -> None:
+    """Rows between ranks: of a dispatch those sent, of a combine those sent to other nodes and read in the own one."""
+    R, row_bytes = 4, 128 * 4
+    world = NodesRanks(R, 2, 3, 5, 128, ranks_per_node=2, path=path)
+    given = inputs(np.random.default_rng(1), world, "rank", Ts=[5, 4, 3, 5])
+    counts, owners = given.routing.counts, [idx // 2 for idx in given.idxs]
+
+    def moved(r: int) -> int:
+        return int(C.epcy_counters.from_buffer(world.memory[r], world.control.counters).bytes_moved)
+
+    def reach(tokens_of: int, ranks: list[int]) -> int:
+        held = (given.idxs[tokens_of] >= 0) & np.isin(owners[tokens_of], ranks)
+        return int(held.any(1).sum())
+
+    got = [queue_dispatch(world, r, given) for r in range(R)]
+    world.run(1)
+    dispatched = [moved(r) for r in range(R)]
+    ys = [np.ones((given.routing.num_rows(r), 128), np.float32) for r in range(R)]
+    for r in range(R):
+        world.combine(r, got[r].handle, ys[r])
+    world.run(2)
+    for r in range(R):
+        mate, far = r ^ 1, [q for q in range(R) if q // 2 != r // 2]
+        near = [r, mate]
+        sent = int(counts[r][mate]) + (
+            sum(int(counts[r][q]) for q in far) if path == "direct" else reach(r, far)
+        )
+        partner = r ^ 2  # whose tokens this rank sums, and it alone of its node
+        back = (
+            sum(int(counts[q][r]) for q in far)
+            if path == "direct"
+            else reach(partner, near) + int(counts[partner][mate])
+        )
+        assert dispatched[r] == sent * row_bytes, f"rank {r}"
+        assert moved(r) - dispatched[r] == (back + int(counts[r][mate])) * row_bytes, f"rank {r}"
+
+
 # ---- calls that fail
 
 
