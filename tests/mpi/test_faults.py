@@ -259,7 +259,9 @@ def test_an_interrupt(comm, make_buffer, name):
     if name == "reset" and comm.rank == 0:
         buf.reset()  # it goes on
     elif name != "reset":
-        error = error or raised(buf.check)  # what rank 0 sent before it left may be all that a GPU's host waits for
+        error = error or raised(
+            buf.check
+        )  # what rank 0 sent before it left may be all that a GPU's host waits for
     assert time.monotonic() - start < 2
     if comm.rank == 0:
         assert isinstance(error, KeyboardInterrupt)

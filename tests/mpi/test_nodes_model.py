@@ -58,7 +58,9 @@ def test_bytes_are_those_that_are_counted(comm, make_buffer, peers, path, layout
         if path == "direct":
             assert inside.num_bytes + between.num_bytes == pytest.approx(stats.bytes_moved, abs=1e-3)
         else:  # a partner's rows are passed on, too
-            routing = reference.dispatch([to_host(x)] * comm.size, [idx] * comm.size, num_experts=4 * comm.size)[1]
+            routing = reference.dispatch(
+                [to_host(x)] * comm.size, [idx] * comm.size, num_experts=4 * comm.size
+            )[1]
             to_other = routing.counts[0][1] if comm.size > 1 else 0
             assert inside.num_rows == pytest.approx(comm.size // peers * (peers - 1) * to_other)
 
