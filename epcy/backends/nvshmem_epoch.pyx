@@ -153,6 +153,7 @@ cdef class NvshmemEpoch(NvshmemWaits):
         self.launch_reset(&peers)
         self.wait_report(peers.ticket, self.rank, 1, 0, "reset")
         self.reset_is_open = self.broken = False
+        self.mapped.report.stop = 0
         # The same on every rank, whatever calls each had tried: handles are compared by the number of their call.
         self.num_calls = int(self.fetch(self.peers.control.local, 1, np.uint32)[0])
 

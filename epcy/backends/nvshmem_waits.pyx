@@ -64,9 +64,10 @@ cdef class NvshmemWaits(NvshmemHeap):
             return
         # First in memory that the kernels look at: streams share queues, and a copy may stand behind the kernel.
         self.mapped.report.stop = 1
-        epcy_cuda_put(self.start + self.peers.control.local + <int64_t>&local.broken, &one, 4)
+        told = epcy_cuda_put(self.start + self.peers.control.local + <int64_t>&local.broken, &one, 4) == 0
         self.tell_gone()
-        self.mapped.report.stop = 0             # who comes later finds the Buffer broken
+        if told:                                # who comes later finds the Buffer broken
+            self.mapped.report.stop = 0
 
     cdef int tell_gone(self, uint32_t spared=0, uint32_t how=LEFT) noexcept:
         """Tell the other ranks' kernels, but for some, that they need not wait for this one."""

@@ -155,9 +155,6 @@ EPCY_DEVICE int receive(LowLatency &s, const epcy_low_latency_dispatch &a, const
   }
   const ulonglong2 headers = s.look_for_headers();
   uint64_t count = first < E ? load_word(words + first) : 0;
-  Arrival next; // what comes first, if it comes
-  const int first_source = s.after(keeps && N::ranks(s.c) > 1 ? 1 : 0);
-  if (tour.token < s.c.max_tokens) next.begin(s, seat, K, tour.token, first_source);
   int tokens, verdict = s.gather(headers, &tokens, speaks, for_headers);
   Patience patience;
 #pragma unroll 1
@@ -173,6 +170,9 @@ EPCY_DEVICE int receive(LowLatency &s, const epcy_low_latency_dispatch &a, const
     }
     if (i < E) counts[i] = comes ? (int)(uint32_t)count : 0;
   }
+  Arrival next; // what comes first, if it comes: hardly before the counts
+  const int first_source = s.after(keeps && N::ranks(s.c) > 1 ? 1 : 0);
+  if (tour.token < s.c.max_tokens) next.begin(s, seat, K, tour.token, first_source);
   if (EPCY_RARELY(s.missing()) && lane == 0) *missing = s.missing(); // the same for all warps
   if (EPCY_RARELY(__syncthreads_or(verdict >= EPCY_VERDICT_BROKEN)))
     verdict = __syncthreads_or(verdict == EPCY_VERDICT_BROKEN) ? EPCY_VERDICT_BROKEN : kAgain;

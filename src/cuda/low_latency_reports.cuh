@@ -1,5 +1,5 @@
 // What a low-latency kernel tells when a call does not come to its ordinary end: its peers that this rank has left, its
-// host why. All of it called, not inlined, but what is called from here.
+// host why. Called, not inlined, for the sake of the ordinary way.
 #pragma once
 #include "low_latency_sizes.cuh"
 
@@ -8,14 +8,14 @@ EPCY_DEVICE uint32_t *left_word(const epcy_low_latency_call &c, int on, int from
   return (uint32_t *)(c.peers.base[on] + c.peers.control.left) + from;
 }
 // One thread: this Buffer is broken, and whoever waits for this rank need wait no longer. False: somebody else has told.
-EPCY_DEVICE bool leave(const epcy_low_latency_call &c) {
+EPCY_DEVICE bool give_up(const epcy_low_latency_call &c) {
   if (atomicCAS(c.broken, 0u, 1u) != 0) return false;
   for (int q = 0; q < (int)c.peers.shape.num_ranks; q++) *(volatile uint32_t *)left_word(c, q, c.peers.rank) = 1;
   return true;
 }
 // Any threads: whether this Buffer is broken, or its host wants it to be.
 static __device__ __noinline__ bool is_over(const epcy_low_latency_call &c) {
-  if (is_stopped(c.peers)) leave(c);
+  if (is_stopped(c.peers)) give_up(c);
   return load_local(c.broken) != 0;
 }
 // One thread: its wait has lasted too long. Called where a warp leaves its wait for good: a call from which the ordinary
@@ -26,7 +26,7 @@ static __device__ __noinline__ void expire(const epcy_low_latency_call &c, uint3
     atomicOr(c.broken + 1, 1u << peer); // the clerk goes on without it
     return;
   }
-  if (!leave(c)) return;
+  if (!give_up(c)) return;
   epcy_report *r = c.peers.report;
   r->gone = load_local(left_word(c, c.peers.rank, peer));
   r->phase = phase, r->peer = peer, r->epoch = epoch, r->expected = (uint64_t)epoch << 32, r->seen = seen;

@@ -83,7 +83,7 @@ struct Step {
                                             uint64_t start) const {
     const uint64_t now = global_time_ns();
     if (!start) start = now;
-    if (is_stopped(p)) leave();
+    if (is_stopped(p)) give_up();
     if (broken()) return 0;
     if (phase == EPCY_CUDA_HEADERS) {
       const epcy_low_latency_wire wire = epcy_low_latency_wire_layout(&p.shape, p.control.bytes);
@@ -96,7 +96,7 @@ struct Step {
     return 0;
   }
   // This Buffer is broken, and whoever waits for this rank need wait no longer. False: somebody else has told.
-  EPCY_DEVICE bool leave() const {
+  EPCY_DEVICE bool give_up() const {
     if (atomicCAS(&local()->broken, 0u, 1u) != 0) return false;
     for (int q = 0; q < num_ranks; q++)
       if (!(p.far >> q & 1)) *(volatile uint32_t *)left(q, me) = 1; // far ones hear of it at the call's end
@@ -104,7 +104,7 @@ struct Step {
   }
   // The first wait that does not end.
   __device__ __noinline__ void expire(int phase, int peer, uint64_t seen, bool gone) const {
-    if (!leave()) return;
+    if (!give_up()) return;
     epcy_report *r = p.report;
     r->gone = gone;
     r->phase = phase, r->peer = peer, r->epoch = epoch, r->expected = word(0), r->seen = seen;
