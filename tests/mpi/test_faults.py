@@ -258,10 +258,8 @@ def test_an_interrupt(comm, make_buffer, name):
     signal.signal(signal.SIGINT, handler)
     if name == "reset" and comm.rank == 0:
         buf.reset()  # it goes on
-    elif name != "reset":
-        error = error or raised(
-            buf.check
-        )  # what rank 0 sent before it left may be all that a GPU's host waits for
+    elif name != "reset":  # what rank 0 sent before it left may be all that a GPU's host waits for
+        error = error or raised(buf.check)
     assert time.monotonic() - start < 2
     if comm.rank == 0:
         assert isinstance(error, KeyboardInterrupt)
